@@ -1,0 +1,52 @@
+"""The candidates of one cycle.
+
+Knows: the tree that a proposer hands to the loop. Does not know: where the candidates come from or who accepts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROOT = -1
+"""Parent of a node that follows the pending token directly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """N candidates. Node i follows node `parents[i]` (< i), or the pending token when that is `ROOT`.
+
+    A chain is the tree with `parents[i] == i - 1`. Siblings carry distinct tokens.
+    """
+
+    tokens: tuple[int, ...]  # N
+    parents: tuple[int, ...]  # N
+    probs: tuple[Tensor | None, ...]  # N × (V,) draft_probs that the node was drawn from; None = chosen, a point mass
+    source: str = ""  # which proposer, for the records
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents) == len(self.probs) > 0
+        assert all(ROOT <= parent < node for node, parent in enumerate(self.parents))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def children(self, node: int) -> list[int]:
+        """The nodes that follow `node` (ROOT for the first level), in proposal order."""
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    @classmethod
+    def chain(
+        cls, tokens: Sequence[int], probs: Sequence[Tensor | None] | None = None, source: str = ""
+    ) -> Draft:
+        """A linear draft of γ = len(tokens) candidates."""
+        count = len(tokens)
+        return cls(tuple(tokens), tuple(range(-1, count - 1)), tuple(probs or [None] * count), source)

@@ -1,0 +1,137 @@
+"""The ops of a decoding step, as an interface: one op = one name, in every backend.
+
+Knows: shapes and meaning of each op. Does not know: models. `reference.py` is the definition; another backend may use
+other arithmetic (int8 activations, fused passes) within a stated tolerance, but every backend is row-invariant: the
+bits of a row of the result depend neither on how many rows are in the call nor on where the row stands.
+
+Letters: R rows, K inputs, N outputs, V vocabulary, D head dim, S cached rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from specgen.weights.packed import QuantLinear
+
+KV_BLOCK = 64
+"""Cached rows that attention folds in at once: blocks start at multiples of it, whatever the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer's static cache. int8 caches carry a scale per cached row and head."""
+
+    k: Tensor  # (kv_heads, S, D) float32, bfloat16 or int8
+    v: Tensor  # (kv_heads, S, D)
+    k_scale: Tensor | None = None  # (kv_heads, S) float32
+    v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """How the rows of one step see the cache.
+
+    Row r stands in slot `start + r`. It sees every slot < start, itself, and its ancestors among the step's rows.
+    `parents[r]` is the row before it (-1: the last committed slot); a chain has parents[r] == r - 1. A row's position
+    is `start + depth`. With a window, keys at a distance ≥ window (in positions) are not seen.
+    """
+
+    start: int
+    parents: tuple[int, ...]  # R
+    positions: tuple[int, ...]  # R
+
+    @classmethod
+    def chain(cls, start: int, rows: int) -> Attend:
+        return cls(start, tuple(range(-1, rows - 1)), tuple(range(start, start + rows)))
+
+    @classmethod
+    def tree(cls, start: int, parents: tuple[int, ...]) -> Attend:
+        """Rows with the given parent rows; row 0 is the pending token (parent -1)."""
+        positions: list[int] = []
+        for row, parent in enumerate(parents):
+            assert -1 <= parent < row
+            positions.append(start if parent < 0 else positions[parent] + 1)
+        return cls(start, parents, tuple(positions))
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == row - 1 for row, parent in enumerate(self.parents))
+
+
+NON_FINITE = -1
+"""What the sampling ops return in place of a token for a row that holds NaN or +inf, or no finite value at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Temperature and truncation, applied in this order. Tokens are ranked by (logit descending, id ascending).
+
+    temperature: divides the logits; 0 keeps the first largest alone. top_k: keep the first k (0 = all). top_p: of what
+    is left, renormalised, keep the shortest ranked prefix whose mass is ≥ top_p. min_p: keep tokens with
+    p ≥ min_p · max p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The key of a draw: randomness is a pure function of (seed, position, token id, purpose), see `philox`."""
+
+    seed: int  # 0 … 2**64 - 1
+    position: int  # absolute position of the token being chosen
+    purpose: int = 0  # sampling.Purpose: 0 = the token itself (shared by target and coupled draft)
+
+
+class Kernels(Protocol):
+    """A backend. All activations are float32 on the CPU; outputs are new tensors unless an argument says `out`."""
+
+    name: str  # "reference", "torch", "cpu avx2", …
+
+    def prepare(self, weight: QuantLinear) -> Any:
+        """`weight` laid out for this backend's `linear` and `embedding` (the packed original may then be dropped)."""
+        ...
+
+    def embedding(self, ids: Tensor, weight: Any) -> Tensor:
+        """Rows `ids` (R,) of a prepared (V, H) weight → (R, H)."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (R, H) · weight (H,) / rms(x). Also per head: x (R, heads, D), weight (D,)."""
+        ...
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """x (R, K) → (R, N), bias included."""
+        ...
+
+    def rope_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor] | None, layer: KVLayer, start: int
+    ) -> Tensor:
+        """Rotate q (R, heads, D) and k (R, kv_heads, D) by cos, sin (R, dims / 2; None = NoPE), write k and v
+        (R, kv_heads, D) into slots start…start + R - 1, and return the rotated q."""
+        ...
+
+    def attention(
+        self, q: Tensor, layer: KVLayer, attend: Attend, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """softmax(scale · q kᵀ, capped, masked) v over the cache → (R, heads, D). q (R, heads, D) is rotated."""
+        ...
+
+    def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """activation(gate) · up, both (R, I): SwiGLU for "silu", GeGLU for "gelu_tanh"."""
+        ...
+
+    def gumbel_argmax(self, logits: Tensor, cut: Truncation, noise: Noise) -> int:
+        """A sample of softmax(logits (V,) / temperature) after truncation: argmax(log p + G(noise)). Temperature 0:
+        the first largest logit. Returns NON_FINITE when a logit is NaN or +inf, or when all are -inf."""
+        ...
+
+    def argmax(self, logits: Tensor) -> list[int]:
+        """The first largest of each row of (R, V), NON_FINITE where a row has NaN or +inf or is all -inf."""
+        ...

@@ -1,0 +1,38 @@
+"""Fixtures shared by all tests: where the real model and the format fixtures are, when they are anywhere."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The default model's GGUF file: SPECGEN_TEST_SMOLLM2, or fetched through the registry into specgen's own cache."""
+    given = os.environ.get("SPECGEN_TEST_SMOLLM2")
+    if given:
+        return Path(given)
+    from specgen.errors import SpecgenError
+    from specgen.registry import load_registry, pull
+
+    try:
+        return pull(load_registry().get("smollm2-135m")).target
+    except SpecgenError as error:
+        pytest.skip(f"the default model is not cached and cannot be fetched: {error.message}")
+
+
+@pytest.fixture(scope="session")
+def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small checkpoints written by the real tools, beside the repository on machines that have them."""
+    archive = SHARED / "fixtures.tar.xz"
+    if not archive.exists():
+        pytest.skip(f"{archive} does not exist here; the golden files in tests/golden cover every format")
+    target = tmp_path_factory.mktemp("checkpoints")
+    with tarfile.open(archive) as tar:
+        tar.extractall(target, filter="data")
+    return target / "fixtures"
