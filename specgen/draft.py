@@ -44,9 +44,7 @@ class Draft:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     @classmethod
-    def chain(
-        cls, tokens: Sequence[int], probs: Sequence[Tensor | None] | None = None, source: str = ""
-    ) -> Draft:
+    def chain(cls, tokens: Sequence[int], probs: Sequence[Tensor | None] | None = None, source: str = "") -> Draft:
         """A linear draft of γ = len(tokens) candidates."""
         count = len(tokens)
         return cls(tuple(tokens), tuple(range(-1, count - 1)), tuple(probs or [None] * count), source)

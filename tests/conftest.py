@@ -17,8 +17,9 @@ def smollm2_path() -> Path:
     given = os.environ.get("SPECGEN_TEST_SMOLLM2")
     if given:
         return Path(given)
-    from specgen.errors import SpecgenError
     from specgen.registry import load_registry, pull
+
+    from specgen.errors import SpecgenError
 
     try:
         return pull(load_registry().get("smollm2-135m")).target
