@@ -6,7 +6,8 @@ Invariant kept by the engine: `length == len(committed) - 1` (the pending token'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -68,6 +69,15 @@ class KVCache:
             )
         self._reserved = rows
         return self._length
+
+    @contextmanager
+    def transaction(self, rows: int) -> Iterator[int]:
+        """`reserve(rows)`; whatever leaves the block without a commit is rolled back."""
+        start = self.reserve(rows)
+        try:
+            yield start
+        finally:
+            self._reserved = 0
 
     def commit(self, rows: int | Sequence[int]) -> None:
         """Keep the first `rows` reserved rows, or a tree's path: ascending row numbers, moved together."""

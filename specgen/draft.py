@@ -27,6 +27,7 @@ class Draft:
     parents: tuple[int, ...]  # N
     probs: tuple[Tensor | None, ...]  # N × (V,) draft_probs that the node was drawn from; None = chosen, a point mass
     source: str = ""  # which proposer, for the records
+    match: int = 0  # tokens of context that the draft rests on, for the controller; 0 = the proposer cannot say
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.probs) > 0
@@ -44,7 +45,21 @@ class Draft:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], probs: Sequence[Tensor | None] | None = None, source: str = "") -> Draft:
+    def chain(
+        cls, tokens: Sequence[int], probs: Sequence[Tensor | None] | None = None, *, source: str = "", match: int = 0
+    ) -> Draft:
         """A linear draft of γ = len(tokens) candidates."""
         count = len(tokens)
-        return cls(tuple(tokens), tuple(range(-1, count - 1)), tuple(probs or [None] * count), source)
+        return cls(tuple(tokens), tuple(range(-1, count - 1)), tuple(probs or [None] * count), source, match)
+
+    def first(self, count: int) -> Draft:
+        """The first `count` nodes (parents come before children, so what is kept is a tree too)."""
+        return Draft(self.tokens[:count], self.parents[:count], self.probs[:count], self.source, self.match)
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree: γ of a chain."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return max(depths)

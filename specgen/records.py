@@ -26,6 +26,7 @@ class CycleRecord:
     verify_ms: float  # the target step
     reconcile_ms: float  # acceptance, cut, commit, report
     source: str = "none"  # the proposer that made the draft
+    match: int = 0  # tokens of context that the draft rested on
     fallback: str | None = None  # why there was no draft, when one was wanted
 
 
@@ -72,9 +73,8 @@ class RunRecord:
 
     @property
     def yield_tokens(self) -> float | None:
-        """E[Y]: committed tokens per cycle. The prefill's own token is a cycle without a draft and is not counted."""
-        cycles = self.cycles[1:]
-        return sum(cycle.committed for cycle in cycles) / len(cycles) if cycles else None
+        """E[Y]: committed tokens per cycle."""
+        return self.completion_tokens / len(self.cycles) if self.cycles else None
 
     def survival(self) -> list[float]:
         """s_k for k = 1, 2, …: the share of cycles whose draft had ≥ k levels in which k of them were accepted."""

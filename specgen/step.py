@@ -30,6 +30,10 @@ class Model(Protocol):
         """Rows `tokens` (R,) at `attend`; their K and V go into slots attend.start … + R - 1 of `cache`."""
         ...
 
+    def find_non_finite(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str:
+        """Run the rows again, layer by layer, and name the first place where a value is not finite."""
+        ...
+
 
 class StepRunner(Protocol):
     widths: tuple[int, ...]  # row counts a step may have, ascending; a step of R rows runs at the next width ≥ R
@@ -40,6 +44,10 @@ class StepRunner(Protocol):
 
     def prefill(self, tokens: Sequence[int], cache: KVCache) -> StepOut:
         """A chain of any length after `cache.length` (reserved); logits and hidden of the last row only."""
+        ...
+
+    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str:
+        """Name the first place where these rows become non-finite."""
         ...
 
 
@@ -64,3 +72,6 @@ class EagerRunner:
             out = self.model.forward(chunk, attend, cache, last_only=True)
         assert out is not None
         return out
+
+    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str:
+        return self.model.find_non_finite(tokens, attend, cache)

@@ -1,0 +1,33 @@
+"""What guesses ahead.
+
+Knows: the interface of a proposer. Does not know: what becomes of a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from specgen.draft import Draft
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Proposer(Protocol):
+    """A proposer keeps whatever state it likes about the committed sequence; the loop tells it of every change."""
+
+    name: str
+
+    def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
+        """At most `limit` ≥ 1 nodes after `committed`, or None: decode plainly this cycle."""
+        ...
+
+    def observe(self, tokens: Sequence[int], hidden: Tensor | None, start: int) -> None:
+        """Committed `tokens` are now in slots start … of the target's cache; `hidden` (len(tokens), H) is the target's
+        hidden state of each, where the runner gives it. Prefill, plain and speculative cycles look alike."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """The session rewound to `length` committed tokens."""
+        ...

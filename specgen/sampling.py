@@ -1,0 +1,129 @@
+"""From logits to a token, the same way for target and draft.
+
+Knows: the one pipeline of transforms (bias, penalties, temperature, top-k, top-p, min-p) and where randomness comes
+from: a pure function of (seed, position, token id, purpose), so that nothing has to be rolled back. Does not know:
+drafts, acceptance, text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specgen.errors import ExitCode, SpecgenError, UsageError
+from specgen.kernels.base import NON_FINITE, Noise, Truncation
+from specgen.kernels.philox import uniform
+from specgen.kernels.reference import race, truncated_probs
+from specgen.options import SamplingOptions
+
+
+class Purpose(IntEnum):
+    """What a draw is for. Draws with different purposes are independent."""
+
+    TOKEN = 0  # the target's token; a draft model draws with the same noise under `coupled`
+    ACCEPT = 1  # the coin of the rejection rule
+    RESIDUAL = 2  # the token after a rejection
+    DRAFT = 3  # a draft model's own draw under `rejection`
+
+
+class SamplingKernels(Protocol):
+    """The two ops of `kernels.base.Kernels` that choose tokens."""
+
+    def gumbel_argmax(self, logits: Tensor, cut: Truncation, noise: Noise) -> int: ...
+
+    def argmax(self, logits: Tensor) -> list[int]: ...
+
+
+class NonFiniteLogitsError(SpecgenError):
+    """A row of logits held NaN or +inf, or nothing but -inf. The engine adds the layer's name."""
+
+    code = ExitCode.MODEL
+
+
+def _finite(token: int) -> int:
+    if token == NON_FINITE:
+        raise NonFiniteLogitsError("the model's logits are not finite", hint="the weights may be damaged")
+    return token
+
+
+class Sampler:
+    """Chooses the tokens of one answer.
+
+    The penalties of a row are a function of the row's whole prefix: prompt, committed answer, and the `path` of draft
+    tokens before it.
+    """
+
+    def __init__(
+        self,
+        options: SamplingOptions,
+        kernels: SamplingKernels,
+        prompt: Sequence[int],
+        vocab: int,  # the tokenizer's; logits behind it are padding and never chosen
+    ) -> None:
+        self.options = options
+        self.vocab = vocab
+        self._kernels = kernels
+        self._cut = Truncation(options.temperature, options.top_k, options.top_p, options.min_p)
+        self._bias = self._dense_bias()
+        penalised = options.has_penalties
+        self._seen = self._counts(prompt) if penalised else None  # (V,) in prompt and answer
+        self._said = torch.zeros(vocab) if penalised else None  # (V,) in the answer
+
+    def _dense_bias(self) -> Tensor | None:
+        if not self.options.logit_bias:
+            return None
+        bias = torch.zeros(self.vocab)
+        for token, value in self.options.logit_bias:
+            if token >= self.vocab:
+                raise UsageError(f"logit bias names token {token}", hint=f"token ids end at {self.vocab - 1}")
+            bias[token] = value
+        return bias
+
+    def _counts(self, tokens: Sequence[int]) -> Tensor:
+        return torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=self.vocab).float()[: self.vocab]
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer were committed."""
+        if self._seen is not None and self._said is not None:
+            counts = self._counts(tokens)
+            self._seen += counts
+            self._said += counts
+
+    def adjust(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
+        """(≥ V,) logits of the row that follows committed + `path` → (V,) with bias and penalties applied."""
+        adjusted = logits[: self.vocab]
+        if self._bias is not None:
+            adjusted = adjusted + self._bias
+        if self._seen is None or self._said is None:
+            return adjusted
+        seen, said = self._seen, self._said
+        if path:
+            counts = self._counts(path)
+            seen, said = seen + counts, said + counts
+        repetition = self.options.repetition_penalty
+        repeated = torch.where(adjusted > 0, adjusted / repetition, adjusted * repetition)
+        adjusted = torch.where(seen > 0, repeated, adjusted)
+        return adjusted - said * self.options.frequency_penalty - (said > 0) * self.options.presence_penalty
+
+    def token(self, logits: Tensor, path: Sequence[int], position: int) -> int:
+        """The target's own token at `position`: argmax(log p + G(seed, position, ·))."""
+        noise = Noise(self.options.seed, position, Purpose.TOKEN)
+        return _finite(self._kernels.gumbel_argmax(self.adjust(logits, path), self._cut, noise))
+
+    def probs(self, logits: Tensor, path: Sequence[int]) -> Tensor:
+        """(V,) float32 distribution after all transforms: `target_probs` of the target, `draft_probs` of a draft."""
+        adjusted = self.adjust(logits, path)
+        _finite(self._kernels.argmax(adjusted[None])[0])
+        return truncated_probs(adjusted, self._cut)
+
+    def draw(self, probs: Tensor, position: int, purpose: Purpose) -> int:
+        """A token drawn from an explicit (V,) distribution (need not be normalised)."""
+        return race(probs, Noise(self.options.seed, position, purpose))
+
+    def coin(self, position: int, token: int) -> float:
+        """Uniform in (0, 1): decides whether a drafted `token` at `position` is accepted under `rejection`."""
+        return uniform(Noise(self.options.seed, position, Purpose.ACCEPT), token)

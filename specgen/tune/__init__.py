@@ -1,0 +1,1 @@
+"""Measured costs and observed acceptance → the fastest setting. Pure: no model, no torch, no clock."""
