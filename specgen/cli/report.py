@@ -1,0 +1,185 @@
+"""What is said of a finished answer: the object of --json, the one-line summary, the tables of --stats.
+
+Knows: the records of one run and their names in JSON. Does not know: where a report is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from specgen.cli.status import DRAFT_WORD, Marks, number, percent
+from specgen.events import Finished, FinishReason, Started
+from specgen.options import RunOptions
+from specgen.records import RunRecord
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+
+_ENDINGS = {
+    FinishReason.STOP: "stop string",
+    FinishReason.LENGTH: "--max-tokens reached",
+    FinishReason.CONTEXT: "context full",
+    FinishReason.CANCELLED: "interrupted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that is known when an answer is complete."""
+
+    started: Started
+    finished: Finished
+    options: RunOptions
+    session: Mapping[str, Any]  # Session.report()
+
+    @property
+    def record(self) -> RunRecord:
+        return self.finished.record
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def answer_object(outcome: Outcome) -> dict[str, Any]:
+    """The object of --json. Numbers that were not measured (a single token has no rate) are null."""
+    finished, record = outcome.finished, outcome.record
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": outcome.session.get("model"),
+        "text": finished.text,
+        "token_ids": list(finished.token_ids),
+        "finish_reason": str(finished.reason),
+        "prompt_tokens": record.prompt_tokens,
+        "reused_tokens": record.reused_tokens,
+        "completion_tokens": record.completion_tokens,
+        "sampling": asdict(outcome.options.sampling),
+        "timings": _timings(outcome),
+        "speculation": _speculation(outcome),
+        "memory": {
+            **outcome.session.get("memory", {}),
+            "kv_tokens": record.kv_tokens,
+            "kv_used_bytes": record.kv_bytes,
+        },
+        "notices": list(outcome.started.notices),
+        "versions": dict(outcome.session.get("versions", {})),
+    }
+
+
+def _timings(outcome: Outcome) -> dict[str, float | None]:
+    record = outcome.record
+    return {
+        "load_s": _rounded(outcome.session.get("load_s")),
+        "prefill_ms": _rounded(record.prefill_ms),
+        "ttft_ms": _rounded(record.ttft_ms),
+        "decode_ms": _rounded(record.decode_ms),
+        "prefill_tok_s": _rounded(record.prefill_tok_s),
+        "decode_tok_s": _rounded(record.decode_tok_s),
+        "itl_p50_ms": _rounded(record.gap_percentile_ms(50)),
+        "itl_p95_ms": _rounded(record.gap_percentile_ms(95)),
+    }
+
+
+def _speculation(outcome: Outcome) -> dict[str, Any]:
+    started, record = outcome.started, outcome.record
+    endings = [cycle.ending for cycle in record.cycles]
+    return {
+        "proposer": started.proposer,
+        "accept": started.accept,
+        "lossless": started.lossless,
+        "gamma": int(started.gamma) if started.gamma.isdigit() else started.gamma,
+        "cycles": len(record.cycles),
+        "proposed": record.proposed,
+        "accepted": record.accepted,
+        "corrected": endings.count("corrected"),
+        "bonus": endings.count("bonus"),
+        "yield": _rounded(record.yield_tokens, 4),
+        "survival": [round(share, 4) for share in record.survival()],
+        "fallback": record.fallbacks(),
+        "propose_ms": _rounded(sum(cycle.propose_ms for cycle in record.cycles)),
+        "verify_ms": _rounded(sum(cycle.verify_ms for cycle in record.cycles)),
+        "reconcile_ms": _rounded(sum(cycle.reconcile_ms for cycle in record.cycles)),
+    }
+
+
+# Characters that JSON lets through and a terminal may obey: DEL, C1 controls, line separators, bidirectional overrides.
+_STEERING = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One line of JSON in UTF-8 that is safe to show on a terminal."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
+
+
+def summary(outcome: Outcome, marks: Marks) -> str:
+    """One line for the scrollback, with the legend of the highlighted text above it."""
+    record, started = outcome.record, outcome.started
+    parts = [f"{record.completion_tokens} tokens"]
+    if record.decode_tok_s is not None:
+        parts[0] += f" in {(record.ttft_ms + record.decode_ms) / 1e3:.1f} s"
+        parts.append(f"{number(record.decode_tok_s)} tok/s")
+    if record.proposed:
+        parts.append(f"{number(record.yield_tokens, 2)} per pass")
+        legend = " (underlined)" if marks.draft else ""
+        parts.append(f"{marks.paint(DRAFT_WORD)}{legend} {percent(record.accepted / record.proposed)} accepted")
+    parts.append(f"γ {started.gamma}")
+    parts.append(f"context {percent(record.kv_tokens / started.context_tokens if started.context_tokens else None)}")
+    if not started.lossless:
+        parts.append(f"{started.accept}: lossy")
+    if (reason := main_fallback(record)) is not None:
+        parts.append(reason)
+    if (ending := _ENDINGS.get(outcome.finished.reason)) is not None:
+        parts.append(ending)
+    return " · ".join(parts)
+
+
+def main_fallback(record: RunRecord) -> str | None:
+    """Why at least half of the cycles went without a draft, if they did."""
+    reasons = record.fallbacks()
+    if not reasons or 2 * sum(reasons.values()) < len(record.cycles):
+        return None
+    reason, count = max(reasons.items(), key=lambda item: item[1])
+    return f"plain in {count} of {len(record.cycles)} cycles: {reason}"
+
+
+def stats_tables(outcome: Outcome) -> Iterator[Table]:
+    """Tables of times, of speculation and of survival by position."""
+    report = answer_object(outcome)
+    yield _table("Times", {**report["timings"], "prompt_tokens": report["prompt_tokens"]})
+    speculation = {**report["speculation"]}
+    survival, fallback = speculation.pop("survival"), speculation.pop("fallback")
+    yield _table("Speculation", speculation)
+    if survival:
+        yield _table("Survival", {f"s_{k}": share for k, share in enumerate(survival, start=1)})
+    if fallback:
+        yield _table("Plain cycles", fallback)
+    yield _table("Memory", report["memory"])
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("name")
+    table.add_column("value", justify="right")
+    for name, value in rows.items():
+        table.add_row(Text(str(name)), Text(_shown(value)))
+    return table
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,205 @@
+"""`specgen run`: one prompt, one answer.
+
+Knows: the order of things (check the options, read the prompt, load, answer, report). Does not know: how any is done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import typer
+
+from specgen.cli.console import ColorName, Console
+from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags
+from specgen.cli.interrupt import exit_code, interrupts
+from specgen.cli.outfile import OutFile
+from specgen.cli.prompt import PromptSource, argument_text, read_prompt
+from specgen.cli.report import Outcome, answer_object, json_line, stats_tables, summary
+from specgen.cli.view import View, choose_view, write_bytes
+from specgen.errors import ExitCode, UsageError
+from specgen.events import Finished, FinishReason, Started
+from specgen.options import LoadOptions, RunOptions, SamplingOptions, check_choice
+
+if TYPE_CHECKING:
+    from specgen.registry import ModelRef
+    from specgen.session import Prompt, Session
+
+
+def run(
+    context: typer.Context,
+    prompt: PromptFlags,
+    model: ModelFlags,
+    sampling: SamplingFlags,
+    decoding: DecodingFlags,
+    output: OutputFlags,
+) -> int:
+    """Answer one prompt.
+
+    specgen run -p "Why is the sky blue?"
+    specgen run question.txt -n 200
+    git diff | specgen run -p "Write a commit message"
+    specgen run -p "Count to ten" --json | jq .timings
+    """
+    console = Console.of(context)
+    apply_output_flags(console, output)
+    chosen = sampling_choices(sampling)
+    SamplingOptions(**chosen)  # a bad value is told before anything is read or fetched
+    options = run_options(decoding, SamplingOptions())
+    load = load_options(model)
+    destination = OutFile(output.output) if output.output not in (None, "-") else None
+    if destination is None:
+        console.answer()
+    system = None if prompt.system is None else argument_text("--system", prompt.system)
+    text = read_prompt(PromptSource(prompt.prompt_file, prompt.prompt, prompt.raw), console.stdin, console.note)
+    ref = find_model(model)
+    options = run_options(decoding, SamplingOptions(**{**ref.sampling, **chosen}))
+    session = load_session(console, ref, load)
+    ids = session.prompt_ids(text, system=system, raw=prompt.raw)
+    return _answer(console, session, ids, options, _Delivery(output, destination))
+
+
+class _Delivery:
+    """How the complete answer reaches the user, where it was not streamed."""
+
+    def __init__(self, flags: OutputFlags, destination: OutFile | None) -> None:
+        self.flags = flags
+        self.destination = destination
+
+    @property
+    def whole(self) -> bool:
+        return self.flags.json or self.destination is not None
+
+    def deliver(self, console: Console, outcome: Outcome) -> None:
+        if not self.whole:
+            return
+        text = json_line(answer_object(outcome)) + "\n" if self.flags.json else outcome.finished.text
+        data = text.encode("utf-8")
+        if self.destination is None:
+            write_bytes(console.answer(), data)
+        else:
+            self.destination.write(data)
+
+
+def _answer(console: Console, session: Session, prompt: Prompt, options: RunOptions, delivery: _Delivery) -> int:
+    from specgen.session import Cancel
+
+    view = choose_view(console, whole=delivery.whole)
+    cancel = Cancel()
+    with interrupts(cancel.set, view.close) as caught:
+        try:
+            started, finished = _watch(console, view, session.generate(prompt, options, cancel))
+        finally:
+            view.close()
+        outcome = Outcome(started, finished, options, session.report())
+        delivery.deliver(console, outcome)
+        _tell(console, view, outcome, stats=delivery.flags.stats)
+    if finished.reason is FinishReason.CANCELLED:
+        return exit_code(caught.received[0]) if caught.received else int(ExitCode.INTERRUPTED)
+    return int(ExitCode.CONTEXT if finished.reason is FinishReason.CONTEXT else ExitCode.OK)
+
+
+def _watch(console: Console, view: View, events: Iterator[Any]) -> tuple[Started, Finished]:
+    """Show every event; the iterator is closed on the way out, so that a failing view stops the engine."""
+    started: Started | None = None
+    finished: Finished | None = None
+    with closing(cast("Any", events)):
+        for event in events:
+            if isinstance(event, Started):
+                started = event
+                for notice in event.notices:
+                    console.note(notice)
+            view.show(event)
+            if isinstance(event, Finished):
+                finished = event
+    assert started is not None, "a session yields Started first"
+    assert finished is not None, "a session yields Finished last"
+    return started, finished
+
+
+def _tell(console: Console, view: View, outcome: Outcome, *, stats: bool) -> None:
+    """What is said after the answer: a cut context always, a summary on a terminal, tables when asked for."""
+    if outcome.finished.reason is FinishReason.CONTEXT:
+        console.warn(f"the context is full: the answer ends at {outcome.started.context_tokens} tokens")
+    if console.can_steer(console.stderr) and not console.quiet:
+        console.line(summary(outcome, view.marks), after_pipe=console.is_pipe(console.stdout))
+    if stats:
+        tables = console.rich()
+        for table in stats_tables(outcome):
+            tables.print(table)
+
+
+def apply_output_flags(console: Console, output: OutputFlags) -> None:
+    check_choice("--color", output.color, get_args(ColorName))
+    console.color = cast("ColorName", output.color)
+    console.quiet = output.quiet
+    console.debug = console.debug or output.debug
+
+
+def sampling_choices(flags: SamplingFlags) -> dict[str, Any]:
+    """What the command line sets, under the names of SamplingOptions."""
+    names = [name for name in flags.__dataclass_fields__ if name != "logit_bias"]
+    chosen = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    if flags.logit_bias:
+        chosen["logit_bias"] = tuple(_bias(text) for text in flags.logit_bias)
+    return chosen
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise UsageError(f"--logit-bias {text!r} is not ID=VALUE", hint="for example --logit-bias 123=-2.5") from None
+
+
+def run_options(flags: DecodingFlags, sampling: SamplingOptions) -> RunOptions:
+    return RunOptions(
+        sampling=sampling,
+        max_tokens=flags.max_tokens,
+        stop=tuple(unescaped(argument_text("--stop", text)) for text in flags.stop or ()),
+        ignore_eos=flags.ignore_eos,
+        proposer=cast("Any", flags.proposer),
+        gamma=_gamma(flags.gamma),
+        accept=cast("Any", flags.accept),
+    )
+
+
+def _gamma(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--gamma is {text!r}", hint="it must be a whole number or auto") from None
+
+
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
+_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|([ntr0\\]))")
+
+
+def unescaped(text: str) -> str:
+    r"""\n, \t, \r, \0, \\, \xHH and \uHHHH become characters; any other backslash stays."""
+    return _ESCAPE.sub(lambda m: _ESCAPES[m[3]] if m[3] else chr(int(m[1] or m[2], 16)), text)
+
+
+def load_options(flags: ModelFlags) -> LoadOptions:
+    return LoadOptions(flags.device, flags.threads, flags.ctx, cast("Any", flags.kv))
+
+
+def find_model(flags: ModelFlags) -> ModelRef:
+    """The model on this machine; fetched first where it is not."""
+    from specgen.registry import DEFAULT_MODEL, load_registry, resolve_model
+
+    registry = load_registry(Path(flags.models) if flags.models is not None else None)
+    return resolve_model(flags.model if flags.model is not None else DEFAULT_MODEL, registry)
+
+
+def load_session(console: Console, ref: ModelRef, options: LoadOptions) -> Session:
+    with console.busy(f"loading {ref.name}"):
+        from specgen.session import load
+
+        return load(ref, options)
