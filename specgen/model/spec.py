@@ -1,7 +1,7 @@
 """What a model is, in numbers: everything the decoder needs to know beside the weights.
 
-Knows: `config.json` (or GGUF metadata translated to the same keys) → `ModelSpec`. Does not know: tensors.
-A model family that is not known is refused by name.
+Knows: sizes, scales, and where the norms of a layer stand. Does not know: tensors, or how `config.json` spells these
+things (families).
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
+
+QkNorm = Literal["head", "projection"]
+"""RMSNorm on q and k before RoPE: over each head (Qwen3, Gemma 3), or over all heads together (OLMo 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,34 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of experts in place of the MLP: softmax over all, the best few run."""
+
+    experts: int
+    active: int  # experts per token
+    intermediate: int
+    renormalise: bool  # whether the weights of the active experts are made to sum to 1
+    module: str = "mlp"  # `{module}.gate` is the router, `{module}.experts.{e}.{name}` the experts
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What may differ from layer to layer."""
 
     window: int | None = None  # sliding window in tokens: a query sees keys with q_pos - k_pos < window
     rope: RopeSpec | None = None  # None: no positional encoding (NoPE)
+    moe: MoeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Which RMSNorms a layer has, and what they are called."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None  # on the attention's output, before the residual add
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +71,16 @@ class ModelSpec:
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     tied_head: bool
+    attention_scale: float  # head_dim ** -0.5 unless the family says otherwise
     activation: Activation = "silu"
-    attention_scale: float = 0.0  # set by the builder; head_dim ** -0.5 unless the family says otherwise
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # Granite
+    residual_scale: float = 1.0  # of what a sublayer adds (Granite)
     logit_scale: float = 1.0
-    qk_norm: bool = False  # per-head RMSNorm on q and k (Qwen3, Gemma 3)
-    sandwich_norm: bool = False  # RMSNorm after attention and after the MLP, before the residual add (Gemma 2, 3)
+    qk_norm: QkNorm | None = None
+    norms: NormNames = NormNames()
+    norm_offset: float = 0.0  # stored norm weights are w - offset (Gemma: 1)
     bos: int | None = None
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint, for display
