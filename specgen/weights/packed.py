@@ -4,12 +4,16 @@ Knows: how packed bits decode to numbers (`dequantize` is the oracle of every ke
 devices' own layouts (a kernel backend lays a weight out for itself, see `kernels.Kernels.prepare`).
 
 Letters: N outputs, K inputs, G groups along K (G = K / group).
+
+Two things that a kernel's `prepare` must heed: a scale or min may be `Nested` (`.float()` gives its numbers), and
+`perm`, where it is not None, says which input each stored column multiplies: y = x[:, perm] @ stored.T.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,12 +43,69 @@ class QuantLinear(Protocol):
         ...
 
 
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Numbers (N, G) kept as small integers times coarser scales: value[n, g] = inner[n, g] · outer[n, g // (G / O)].
+
+    The scales of K-quants are stored this way, and a zero point z is the min -z · scale (O = G). The product is exact
+    in float32, which float16 would not hold, at fewer bytes than float32. `.float()`, `.shape` and slices of rows mean
+    what they mean for a tensor, so that code can take either.
+    """
+
+    inner: Tensor  # (N, G) int8, uint8 or int16
+    outer: Tensor  # (N, O) float16 or float32, O divides G
+
+    def __post_init__(self) -> None:
+        assert not self.inner.is_floating_point()
+        assert self.inner.shape[0] == self.outer.shape[0]
+        assert self.inner.shape[1] % self.outer.shape[1] == 0
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.inner.shape
+
+    def float(self) -> Tensor:
+        """(N, G) float32"""
+        ratio = self.inner.shape[1] // self.outer.shape[1]
+        return self.inner.float() * self.outer.float().repeat_interleave(ratio, dim=1)
+
+    def __getitem__(self, rows: slice) -> Nested:
+        return Nested(self.inner[rows], self.outer[rows])
+
+
+GroupValues = Tensor | Nested
+"""One number per output and group, (N, G)."""
+
+
+def _nbytes(*parts: GroupValues | None) -> int:
+    """Bytes of all tensors; one that is used twice (a scale inside a Nested min) counts once."""
+    return sum(nbytes for _, nbytes in {(tensor.data_ptr(), tensor.nbytes) for tensor in _tensors(parts)})
+
+
+def _tensors(parts: tuple[GroupValues | None, ...]) -> Iterator[Tensor]:
+    for part in parts:
+        if isinstance(part, Nested):
+            yield from (part.inner, part.outer)
+        elif part is not None:
+            yield part
 
 
 def _slice(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if tensor is None else tensor[start:stop]
+
+
+def _undo(weight: Tensor, perm: Tensor | None) -> Tensor:
+    """Columns (N, K) back in the order of the inputs: column j goes to perm[j]."""
+    if perm is None:
+        return weight
+    result = torch.empty_like(weight)
+    result[:, perm.long()] = weight
+    return result
+
+
+def unpack_nibbles(nibbles: Tensor) -> Tensor:
+    """Bytes (…, K / 2) → values 0…15 (…, K) uint8, the low nibble first."""
+    return torch.stack((nibbles & 0x0F, nibbles >> 4), dim=-1).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +139,18 @@ class GroupedInt4:
     """
 
     nibbles: Tensor  # (N, K / 2) uint8
-    scale: Tensor  # (N, G) float16 or float32
-    min: Tensor  # (N, G) same dtype
+    scale: GroupValues  # (N, G) float16 or float32, or Nested
+    min: GroupValues  # (N, G) the same dtype, or Nested
     group: int
     bias: Tensor | None = None
+    perm: Tensor | None = None  # (K,) int32: stored column j multiplies input perm[j]
 
     def __post_init__(self) -> None:
         n, half = self.nibbles.shape
         assert self.nibbles.dtype == torch.uint8
         assert half * 2 % self.group == 0
         assert self.scale.shape == self.min.shape == (n, half * 2 // self.group)
-        assert self.scale.dtype == self.min.dtype
+        assert self.perm is None or self.perm.shape == (half * 2,)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -96,13 +158,13 @@ class GroupedInt4:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.nibbles, self.scale, self.min, self.bias)
+        return _nbytes(self.nibbles, self.scale, self.min, self.bias, self.perm)
 
     def dequantize(self) -> Tensor:
-        q = torch.stack((self.nibbles & 0x0F, self.nibbles >> 4), dim=-1).reshape(self.shape).float()
+        q = unpack_nibbles(self.nibbles).float()
         scale = self.scale.float().repeat_interleave(self.group, dim=1)
         low = self.min.float().repeat_interleave(self.group, dim=1)
-        return q * scale + low
+        return _undo(q * scale + low, self.perm)
 
     def rows(self, start: int, stop: int) -> GroupedInt4:
         return GroupedInt4(
@@ -111,6 +173,7 @@ class GroupedInt4:
             self.min[start:stop],
             self.group,
             _slice(self.bias, start, stop),
+            self.perm,
         )
 
 
@@ -122,16 +185,19 @@ class GroupedInt8:
     """
 
     q: Tensor  # (N, K) int8
-    scale: Tensor  # (N, G) float16 or float32
+    scale: GroupValues  # (N, G) float16 or float32, or Nested
     group: int
-    min: Tensor | None = None  # (N, G), same dtype as scale
+    min: GroupValues | None = None  # (N, G) the same dtype, or Nested
     bias: Tensor | None = None
+    perm: Tensor | None = None  # (K,) int32: stored column j multiplies input perm[j]
 
     def __post_init__(self) -> None:
         n, k = self.q.shape
         assert self.q.dtype == torch.int8
         assert k % self.group == 0
         assert self.scale.shape == (n, k // self.group)
+        assert self.min is None or self.min.shape == self.scale.shape
+        assert self.perm is None or self.perm.shape == (k,)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,21 +205,22 @@ class GroupedInt8:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.q, self.scale, self.min, self.bias)
+        return _nbytes(self.q, self.scale, self.min, self.bias, self.perm)
 
     def dequantize(self) -> Tensor:
         weight = self.q.float() * self.scale.float().repeat_interleave(self.group, dim=1)
         if self.min is not None:
             weight = weight + self.min.float().repeat_interleave(self.group, dim=1)
-        return weight
+        return _undo(weight, self.perm)
 
     def rows(self, start: int, stop: int) -> GroupedInt8:
         return GroupedInt8(
             self.q[start:stop],
             self.scale[start:stop],
             self.group,
-            _slice(self.min, start, stop),
+            None if self.min is None else self.min[start:stop],
             _slice(self.bias, start, stop),
+            self.perm,
         )
 
 
@@ -199,7 +266,7 @@ class Codebook4:
 
     nibbles: Tensor  # (N, K / 2) uint8
     code: Tensor  # (16,) float32
-    scale: Tensor  # (N, G) float16 or float32
+    scale: GroupValues  # (N, G) float16 or float32, or Nested
     group: int
     bias: Tensor | None = None
 
@@ -218,7 +285,7 @@ class Codebook4:
         return _nbytes(self.nibbles, self.code, self.scale, self.bias)
 
     def dequantize(self) -> Tensor:
-        q = torch.stack((self.nibbles & 0x0F, self.nibbles >> 4), dim=-1).reshape(self.shape)
+        q = unpack_nibbles(self.nibbles)
         return self.code[q.long()] * self.scale.float().repeat_interleave(self.group, dim=1)
 
     def rows(self, start: int, stop: int) -> Codebook4:
@@ -229,3 +296,25 @@ class Codebook4:
             self.group,
             _slice(self.bias, start, stop),
         )
+
+
+Packed = TypeVar("Packed", Dense, GroupedInt4, GroupedInt8, Fp8, Codebook4)
+
+
+def to_device(weight: Packed, device: torch.device) -> Packed:
+    """The same weight with every tensor on `device`; a tensor used twice is copied once."""
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device)
+        return moved[id(tensor)]
+
+    changes: dict[str, Any] = {}
+    for field in fields(weight):
+        value = getattr(weight, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = move(value)
+        elif isinstance(value, Nested):
+            changes[field.name] = Nested(move(value.inner), move(value.outer))
+    return replace(weight, **changes)
