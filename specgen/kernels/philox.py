@@ -7,6 +7,8 @@ The counter is (token id, position, purpose, 0), the key is the seed's low and h
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,18 @@ _ROUNDS = 10
 _MASK = 0xFFFFFFFF
 
 
-def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
+Word = TypeVar("Word", Tensor, int)
+"""A word, or an int64 tensor of words: the same arithmetic serves both."""
+
+
+def _multiply(constant: int, word: Word) -> tuple[Word, Word]:
     """High and low 32 bits of constant · word. The int64 product wraps, its bits are those of the uint64 product."""
     product = word * constant
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four words for each counter. All words are int64 tensors of one shape, with values 0 … 2**32 - 1."""
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+    """Four words for each counter. Words are ints, or int64 tensors of one shape, with values 0 … 2**32 - 1."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -45,7 +51,8 @@ def uniforms(noise: Noise, ids: Tensor) -> Tensor:
 
 def uniform(noise: Noise, token: int) -> float:
     """The same for one token id."""
-    return float(uniforms(noise, torch.tensor([token]))[0])
+    word = philox4x32((token, noise.position, int(noise.purpose), 0), (noise.seed & _MASK, noise.seed >> 32))[0]
+    return (word + 0.5) * 2.0**-32
 
 
 def exponentials(noise: Noise, ids: Tensor) -> Tensor:

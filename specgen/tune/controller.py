@@ -5,6 +5,8 @@ Knows: t(R), s_k, and the records of past cycles. Does not know: tokens, models,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specgen.draft import Draft
 from specgen.options import MAX_GAMMA
 from specgen.records import CycleRecord
@@ -13,8 +15,11 @@ from specgen.tune.survival import Kind, SurvivalEstimate, kind_of
 
 MARGIN = 1.03
 """A draft must be expected to beat plain decoding by this factor."""
-PROBE_FIRST, PROBE_MOST = 12, 192
-"""A kind of draft that was found worthless is tried again after so many refusals, then twice as many, …"""
+PROBE_SOON, PROBE_FIRST, PROBE_MOST = 3, 12, 192
+"""A kind of draft that was found worthless is tried again after PROBE_FIRST refusals, then twice as many, …; soon after
+a probe that was accepted, if good drafts could pay at all."""
+PLAIN_EVERY = 128
+"""t(1) is measured at least once in so many cycles: without it nothing can be compared."""
 
 
 class FixedGamma:
@@ -45,8 +50,12 @@ class AutoGamma:
         self._propose_ms = 0.0  # decayed mean of a cycle's proposing time
         self._refused: dict[Kind, int] = {}  # since the last probe
         self._patience: dict[Kind, int] = {}  # refusals before the next probe
+        self._since_plain = 0 if 1 in self.costs.known else PLAIN_EVERY
 
     def limit(self) -> int:
+        if self._since_plain >= PLAIN_EVERY:
+            self.reason = "plain decoding is being measured"
+            return 0
         return self.most
 
     def trim(self, draft: Draft) -> Draft | None:
@@ -61,10 +70,13 @@ class AutoGamma:
         return None
 
     def best_gamma(self, kind: Kind, most: int) -> int:
-        """The γ in 0 … most with the highest speed, 0 unless it beats plain by MARGIN."""
+        """The γ in 0 … most with the highest expected speed, 0 unless it beats plain by MARGIN."""
+        return self._fastest(self.survival.survival(kind, most))
+
+    def _fastest(self, survival: Sequence[float]) -> int:
         best, best_speed = 0, MARGIN / self.costs.step_ms(1)
         expected = 1.0
-        for gamma, share in enumerate(self.survival.survival(kind, most), start=1):
+        for gamma, share in enumerate(survival, start=1):
             expected += share
             # The time to propose is spent before γ is known for a lookup, so it weighs on every γ alike.
             speed = expected / (self.costs.step_ms(1 + gamma) + self._propose_ms)
@@ -84,9 +96,11 @@ class AutoGamma:
     def observe(self, record: CycleRecord) -> None:
         self.costs.observe(1 + record.proposed, record.verify_ms + record.reconcile_ms)
         self._propose_ms += 0.1 * (record.propose_ms - self._propose_ms)
+        self._since_plain = self._since_plain + 1 if record.proposed else 0
         if not record.proposed:
             return
         kind = kind_of(record.source, record.match)
         self.survival.observe(kind, record.depth, record.accepted, cut=record.ending == "cut")
-        if record.accepted:
-            self._patience.pop(kind, None)
+        could_pay = self._fastest([1.0] * self.most) > 0
+        if record.accepted and could_pay and kind in self._patience:
+            self._patience[kind] = PROBE_SOON

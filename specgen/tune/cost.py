@@ -54,14 +54,11 @@ class CostTable:
         return m1 * (1.0 + self.slope * (rows - 1)) / (1.0 + self.slope * (r1 - 1))
 
     def _beyond(self, points: list[tuple[int, float]], rows: int) -> float:
-        """Extrapolation by the assumed slope, or the measured one where that is steeper."""
-        r1, m1 = points[-1]
-        one = points[0][1] / (1.0 + self.slope * (points[0][0] - 1))
-        rise = self.slope * one
-        if len(points) > 1:
-            r0, m0 = points[0]
-            rise = max(rise, (m1 - m0) / (r1 - r0))
-        return m1 + rise * (rows - r1)
+        """Extrapolation by the measured slope: hopeful, so that wider steps get tried, and then known."""
+        (r0, m0), (r1, m1) = points[0], points[-1]
+        if r0 == r1:
+            return m1 * (1.0 + self.slope * (rows - 1)) / (1.0 + self.slope * (r1 - 1))
+        return m1 + (m1 - m0) / (r1 - r0) * (rows - r1)
 
     def _monotone(self) -> list[tuple[int, float]]:
         """The measured points made non-decreasing (pool adjacent violators, weighted)."""
