@@ -114,11 +114,8 @@ class Console:
 
     def say(self, label: str, text: str, sgr: str = "1") -> None:
         """One line `label: text` on stderr; `sgr` colours the label."""
-        if self.stderr is None:
-            return
         head = f"\x1b[{sgr}m{label}:\x1b[0m" if self.can_color(self.stderr) else f"{label}:"
-        self.stderr.write(f"{head} {printable(text)}\n")
-        self.stderr.flush()
+        self.line(f"{head} {printable(text)}")
 
     def note(self, text: str) -> None:
         """Something worth knowing that is no failure; not with --quiet."""
@@ -130,9 +127,13 @@ class Console:
 
     def line(self, text: str, *, after_pipe: bool = False) -> None:
         """A line of our own words on stderr. After a pipe's text the cursor may be anywhere in a line."""
-        if self.stderr is not None:
+        if self.stderr is None:
+            return
+        try:
             self.stderr.write(("\n" if after_pipe else "") + text + "\n")
             self.stderr.flush()
+        except (OSError, ValueError):
+            pass  # nobody can be told; the answer goes on
 
     def error(self, message: str, hint: str | None) -> None:
         self.say("error", message, "1;31")
@@ -166,7 +167,7 @@ class Console:
             yield
 
     def abandon(self) -> None:
-        """Point stdout and stderr at nothing, so that the interpreter's last flush cannot fail or complain."""
+        """Point a stream that cannot be written any more at nothing, so that Python's last flush does not complain."""
         for stream in (self.stdout, self.stderr):
             fd = descriptor(stream)
             if fd is None or stream is None:
@@ -187,25 +188,18 @@ def guarded(console: Console, work: Callable[[], object]) -> int:
             console.stdout.flush()
         return code if isinstance(code, int) else int(ExitCode.OK)
     except (ClosedPipeError, BrokenPipeError):
-        console.abandon()
         return CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
-        code, lines = int(ExitCode.INTERRUPTED), None
+        return int(ExitCode.INTERRUPTED)
     except Exception as error:
         if console.debug:
-            traceback.print_exception(error, file=console.stderr)
+            console.line("".join(traceback.format_exception(error)).rstrip())
         code, lines = explain(error)
-    return _tell(console, code, lines)
-
-
-def _tell(console: Console, code: int, lines: tuple[str, str | None] | None) -> int:
-    try:
         if lines is not None:
             console.error(*lines)
-    except (OSError, ValueError):
-        pass  # stderr is gone as well: the exit code is all that is left to say
-    console.abandon()
-    return code
+        return code
+    finally:
+        console.abandon()
 
 
 def explain(error: Exception) -> tuple[int, tuple[str, str | None] | None]:

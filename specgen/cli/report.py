@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from specgen.cli.status import DRAFT_WORD, Marks, number, percent
+from rich.cells import cell_len
+
+from specgen.cli.status import DRAFT_WORD, Marks, fit, number, percent, rate
 from specgen.events import Finished, FinishReason, Started
 from specgen.options import RunOptions
 from specgen.records import RunRecord
@@ -114,30 +116,42 @@ _STEERING = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 
 def json_line(value: Mapping[str, Any]) -> str:
     """One line of JSON in UTF-8 that is safe to show on a terminal."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
-def summary(outcome: Outcome, marks: Marks) -> str:
-    """One line for the scrollback, with the legend of the highlighted text above it."""
+def summary(outcome: Outcome, marks: Marks, columns: int) -> str:
+    """One line for the scrollback, with the legend of the highlighted text; what does not fit is left out."""
+    parts = _summary_parts(outcome, marks)
+    line = fit(parts[0], columns)
+    for part in parts[1:]:
+        longer = f"{line} · {part}"
+        if cell_len(longer) <= columns:
+            line = longer
+    return line.replace(DRAFT_WORD, marks.paint(DRAFT_WORD), 1)
+
+
+def _summary_parts(outcome: Outcome, marks: Marks) -> list[str]:
+    """What is worth saying, the most important first."""
     record, started = outcome.record, outcome.started
     parts = [f"{record.completion_tokens} tokens"]
-    if record.decode_tok_s is not None:
-        parts[0] += f" in {(record.ttft_ms + record.decode_ms) / 1e3:.1f} s"
-        parts.append(f"{number(record.decode_tok_s)} tok/s")
-    if record.proposed:
-        parts.append(f"{number(record.yield_tokens, 2)} per pass")
-        legend = " (underlined)" if marks.draft else ""
-        parts.append(f"{marks.paint(DRAFT_WORD)}{legend} {percent(record.accepted / record.proposed)} accepted")
-    parts.append(f"γ {started.gamma}")
-    parts.append(f"context {percent(record.kv_tokens / started.context_tokens if started.context_tokens else None)}")
     if not started.lossless:
-        parts.append(f"{started.accept}: lossy")
-    if (reason := main_fallback(record)) is not None:
-        parts.append(reason)
+        parts.append(f"{started.accept} is lossy")
     if (ending := _ENDINGS.get(outcome.finished.reason)) is not None:
         parts.append(ending)
-    return " · ".join(parts)
+    if record.decode_tok_s is not None:
+        parts.append(rate(record.decode_tok_s))
+    if record.proposed:
+        parts.append(f"{DRAFT_WORD} {percent(record.accepted / record.proposed)}")
+        parts.append(f"{number(record.yield_tokens, 2)} per pass")
+    parts.append(f"{(record.ttft_ms + record.decode_ms) / 1e3:.1f} s")
+    if record.proposed and marks.draft:
+        parts.append("underlined: from the draft")
+    parts.append(f"γ {started.gamma}")
+    parts.append(f"context {percent(record.kv_tokens / started.context_tokens)}")
+    if (reason := main_fallback(record)) is not None:
+        parts.append(reason)
+    return parts
 
 
 def main_fallback(record: RunRecord) -> str | None:

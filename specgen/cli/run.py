@@ -6,20 +6,22 @@ Knows: the order of things (check the options, read the prompt, load, answer, re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
-from specgen.cli.console import ColorName, Console
+from specgen.cli.console import ColorName, Console, descriptor
+from specgen.cli.fetchbar import fetch_bar
 from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags
 from specgen.cli.interrupt import exit_code, interrupts
 from specgen.cli.outfile import OutFile
 from specgen.cli.prompt import PromptSource, argument_text, read_prompt
 from specgen.cli.report import Outcome, answer_object, json_line, stats_tables, summary
-from specgen.cli.view import View, choose_view, write_bytes
+from specgen.cli.screen import terminal_size, unechoed
+from specgen.cli.view import LiveView, View, choose_view, write_bytes
 from specgen.errors import ExitCode, UsageError
 from specgen.events import Finished, FinishReason, Started
 from specgen.options import LoadOptions, RunOptions, SamplingOptions, check_choice
@@ -56,7 +58,7 @@ def run(
     system = None if prompt.system is None else argument_text("--system", prompt.system)
     text = read_prompt(PromptSource(prompt.prompt_file, prompt.prompt, prompt.raw), console.stdin, console.note)
     ref = find_model(model)
-    options = run_options(decoding, SamplingOptions(**{**ref.sampling, **chosen}))
+    options = run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen}))
     session = load_session(console, ref, load)
     ids = session.prompt_ids(text, system=system, raw=prompt.raw)
     return _answer(console, session, ids, options, _Delivery(output, destination))
@@ -89,7 +91,8 @@ def _answer(console: Console, session: Session, prompt: Prompt, options: RunOpti
 
     view = choose_view(console, whole=delivery.whole)
     cancel = Cancel()
-    with interrupts(cancel.set, view.close) as caught:
+    keyboard = descriptor(console.stdin) if isinstance(view, LiveView) else None
+    with unechoed(keyboard) as restore, interrupts(cancel.set, lambda: _tidy(restore, view)) as caught:
         try:
             started, finished = _watch(console, view, session.generate(prompt, options, cancel))
         finally:
@@ -100,6 +103,11 @@ def _answer(console: Console, session: Session, prompt: Prompt, options: RunOpti
     if finished.reason is FinishReason.CANCELLED:
         return exit_code(caught.received[0]) if caught.received else int(ExitCode.INTERRUPTED)
     return int(ExitCode.CONTEXT if finished.reason is FinishReason.CONTEXT else ExitCode.OK)
+
+
+def _tidy(restore_keyboard: Callable[[], None], view: View) -> None:
+    restore_keyboard()
+    view.close()
 
 
 def _watch(console: Console, view: View, events: Iterator[Any]) -> tuple[Started, Finished]:
@@ -125,7 +133,8 @@ def _tell(console: Console, view: View, outcome: Outcome, *, stats: bool) -> Non
     if outcome.finished.reason is FinishReason.CONTEXT:
         console.warn(f"the context is full: the answer ends at {outcome.started.context_tokens} tokens")
     if console.can_steer(console.stderr) and not console.quiet:
-        console.line(summary(outcome, view.marks), after_pipe=console.is_pipe(console.stdout))
+        columns, _ = terminal_size(descriptor(console.stderr))
+        console.line(summary(outcome, view.marks, columns), after_pipe=console.is_pipe(console.stdout))
     if stats:
         tables = console.rich()
         for table in stats_tables(outcome):
@@ -191,7 +200,7 @@ def load_options(flags: ModelFlags) -> LoadOptions:
 
 
 def find_model(flags: ModelFlags) -> ModelRef:
-    """The model on this machine; fetched first where it is not."""
+    """The model that the flags name."""
     from specgen.registry import DEFAULT_MODEL, load_registry, resolve_model
 
     registry = load_registry(Path(flags.models) if flags.models is not None else None)
@@ -199,6 +208,11 @@ def find_model(flags: ModelFlags) -> ModelRef:
 
 
 def load_session(console: Console, ref: ModelRef, options: LoadOptions) -> Session:
+    """The model in memory; its files are fetched first where they are not on this machine."""
+    from specgen.registry import pull
+
+    with fetch_bar(console) as progress:
+        pull(ref.entry, progress=progress)
     with console.busy(f"loading {ref.name}"):
         from specgen.session import load
 

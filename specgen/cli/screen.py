@@ -9,7 +9,9 @@ Knows: control sequences and cells. Does not know: events. All text given to it 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.cells import get_character_cell_size
 
@@ -20,13 +22,34 @@ DOWN_OR_SCROLL, UP, DOWN = "\x1bD", "\x1b[A", "\x1b[B"
 TAB_CELLS = 8
 
 
-def terminal_size(fd: int) -> tuple[int, int]:
+def terminal_size(fd: int | None) -> tuple[int, int]:
     """Columns and rows of the terminal now; 80 × 24 when it does not say."""
     try:
-        columns, rows = os.get_terminal_size(fd)
+        columns, rows = os.get_terminal_size(-1 if fd is None else fd)
     except OSError:
         return 80, 24
     return columns or 80, rows or 24
+
+
+@contextmanager
+def unechoed(fd: int | None) -> Iterator[Callable[[], None]]:
+    """Keys (^C among them) are not shown on the terminal `fd` while the block runs; yields what restores it early."""
+    # A background job that changes the terminal would be stopped.
+    if fd is None or not os.isatty(fd) or os.tcgetpgrp(fd) != os.getpgrp():
+        yield lambda: None
+        return
+    before = termios.tcgetattr(fd)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+
+    def restore() -> None:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
+
+    termios.tcsetattr(fd, termios.TCSANOW, silent)
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 class Screen:

@@ -96,6 +96,11 @@ def number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def rate(tok_s: float | None) -> str:
+    """Tokens per second, with a decimal only where it tells something."""
+    return number(tok_s, 1 if tok_s is None or tok_s < 99.95 else 0) + " tok/s"
+
+
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.0f}%"
 
@@ -119,15 +124,15 @@ def status_line(progress: Progress, columns: int, marks: Marks) -> str:
 
 def _wordings(progress: Progress, started: Started, legend: bool) -> list[tuple[str, list[str]]]:
     """(gap, parts) from wide to narrow; the parts at the end are the first to go."""
-    rate, per_pass = number(progress.tok_s), progress.per_pass
+    speed, per_pass = rate(progress.tok_s), progress.per_pass
     accepted, context = percent(progress.acceptance), percent(progress.context_share)
     lossy = [] if started.lossless else ["lossy"]
     used = f"{progress.length} of {started.context_tokens} tokens ({context})"
-    wide = [f"{rate} tok/s", f"{number(per_pass, 2)} tokens per pass", f"{DRAFT_WORD} {accepted} accepted"]
+    wide = [speed, f"{number(per_pass, 2)} tokens per pass", f"{DRAFT_WORD} {accepted} accepted"]
     wide += [f"γ {progress.gamma}", f"context {used}", *lossy]
-    middle = [f"{rate} tok/s", f"{number(per_pass, 2)} per pass", f"{DRAFT_WORD} {accepted}"]
+    middle = [speed, f"{number(per_pass, 2)} per pass", f"{DRAFT_WORD} {accepted}"]
     middle += [f"γ {progress.gamma}", f"context {context}", *lossy]
-    narrow = [f"{rate} tok/s", *lossy, f"{number(per_pass)}/pass", f"{DRAFT_WORD} {accepted}", f"γ{progress.gamma}"]
+    narrow = [speed, *lossy, f"{number(per_pass)}/pass", f"{DRAFT_WORD} {accepted}", f"γ{progress.gamma}"]
     narrow += [f"ctx {context}"]
     explained = [[*wide, "underlined: from the draft"]] if legend else []
     return [*[(" · ", parts) for parts in (*explained, wide, middle)], (" ", narrow)]

@@ -16,7 +16,7 @@ from typing import Protocol, TextIO
 from specgen.cli.console import ClosedPipeError, Console, descriptor, is_terminal
 from specgen.cli.screen import Screen, terminal_size
 from specgen.cli.status import Marks, Progress, status_line
-from specgen.events import CycleDone, Event, Piece
+from specgen.events import Event, Piece, Prefilled, Started
 from specgen.text.sanitise import sanitise
 
 REDRAW_S = 1 / 15
@@ -93,6 +93,11 @@ class _Redrawn:
         return self._line
 
 
+def _redraws(event: Event) -> bool:
+    """Events that change what the status line says, and are rare."""
+    return isinstance(event, Started | Prefilled)
+
+
 class LiveView:
     """Text and status line on one terminal. Each update is one write."""
 
@@ -107,7 +112,7 @@ class LiveView:
         if isinstance(event, Piece):
             paint = self.marks.paint if event.drafted else str
             self._screen.update(sanitise(event.text), paint, self._status)
-        elif not isinstance(event, CycleDone) or self._status.due():
+        elif _redraws(event) or self._status.due():
             self._screen.update("", str, self._status)
 
     def close(self) -> None:
@@ -128,7 +133,7 @@ class WaitingView:
         self.progress.see(event)
         if self._inner is not None:
             self._inner.show(event)
-        if not isinstance(event, CycleDone | Piece) or self._status.due():
+        if _redraws(event) or self._status.due():
             self._screen.update("", str, self._status)
 
     def close(self) -> None:
@@ -172,5 +177,5 @@ def _screen(stream: TextIO | None) -> Screen:
     fd = descriptor(stream)
     return Screen(
         lambda text: write_bytes(stream, text.encode("utf-8")),
-        lambda: terminal_size(fd if fd is not None else -1),
+        lambda: terminal_size(fd),
     )
