@@ -17,6 +17,7 @@ from torch import Tensor
 from specgen.errors import ModelError
 from specgen.model.spec import LayerSpec, ModelSpec, MoeSpec
 from specgen.weights.base import Checkpoint
+from specgen.weights.formats import find_format
 from specgen.weights.packed import QuantLinear
 
 Linear = Any
@@ -201,8 +202,6 @@ class _Loader:
         return tuple(whole.rows(start, start + size) for start, size in zip(starts, sizes, strict=False))
 
     def linear(self, key: str, shape: tuple[int, int]) -> QuantLinear:
-        from specgen.weights.formats import find_format
-
         if key not in self._modules:
             raise ModelError(
                 f"{self._checkpoint.path}: the tensor {key}.weight is missing",
