@@ -219,7 +219,7 @@ class Engine:
         except NonFiniteLogitsError as error:
             attend = Attend.tree(self.cache.length, tuple(_parents(draft)))
             where = self.runner.diagnose(tokens, attend, self.cache)
-            raise NonFiniteLogitsError(f"{error.message}: first in {where}", error.hint) from None
+            raise NonFiniteLogitsError(f"{error.message}: first in {where or 'the sampler'}", error.hint) from None
 
 
 def _parents(draft: Draft | None) -> list[int]:

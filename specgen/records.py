@@ -64,8 +64,12 @@ class RunRecord:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        computed = self.prompt_tokens - self.reused_tokens
-        return 1e3 * computed / self.prefill_ms if computed and self.prefill_ms > 0 else None
+        return 1e3 * self.prefilled_tokens / self.prefill_ms if self.prefilled_tokens and self.prefill_ms > 0 else None
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed by prefill. The prompt's last token is the pending one: the first cycle computes it."""
+        return max(0, self.prompt_tokens - self.reused_tokens - 1)
 
     @property
     def _first_commit(self) -> int:

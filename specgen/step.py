@@ -30,8 +30,8 @@ class Model(Protocol):
         """Rows `tokens` (R,) at `attend`; their K and V go into slots attend.start … + R - 1 of `cache`."""
         ...
 
-    def find_non_finite(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str:
-        """Run the rows again, layer by layer, and name the first place where a value is not finite."""
+    def find_non_finite(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
+        """Run the rows again, layer by layer, and name the first place where a value is not finite; None when all is."""
         ...
 
 
@@ -46,7 +46,7 @@ class StepRunner(Protocol):
         """A chain of any length after `cache.length` (reserved); logits and hidden of the last row only."""
         ...
 
-    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str:
+    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
         """Name the first place where these rows become non-finite."""
         ...
 
@@ -73,5 +73,5 @@ class EagerRunner:
         assert out is not None
         return out
 
-    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str:
+    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
         return self.model.find_non_finite(tokens, attend, cache)
