@@ -167,7 +167,10 @@ class Decoder:
 
     def _logits(self, h: Tensor) -> Tensor:
         """h (R, H) after the final norm → (R, V)."""
-        logits = self.kernels.linear(h, self.weights.head)
+        return self._scaled(self.kernels.linear(h, self.weights.head))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """What the family does to the head's output (R, V)."""
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         cap = self.spec.final_softcap

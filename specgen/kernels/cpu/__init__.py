@@ -1,0 +1,23 @@
+"""The CPU backend of the ops: one C++ source, compiled for this machine at first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specgen.kernels.cpu.ops import CpuKernels
+
+
+def load_cpu_kernels(threads: int | None = None) -> CpuKernels:
+    """The CPU kernels on `threads` threads (None: all that the affinity mask and the cgroup allow).
+
+    Compiles for some seconds the first time. SpecgenError says why when they cannot be had here: no compiler, or one
+    that fails.
+    """
+    from specgen.kernels.cpu.build import build, cpu_flags
+    from specgen.kernels.cpu.library import open_library
+    from specgen.kernels.cpu.ops import CpuKernels
+    from specgen.kernels.cpu.threads import default_threads
+
+    library = open_library(build(), cpu_flags())
+    return CpuKernels(library, threads or default_threads())

@@ -1,0 +1,414 @@
+// RMSNorm, gated activations, RoPE, the cache's number formats, and attention over the static cache.
+//
+// Attention walks positions, not slots: key j of a row is slot j below `start`, and above it the row's own ancestor at
+// that depth. So a row of a tree goes through the same blocks as the same tokens decoded one by one. Blocks of KV_BLOCK
+// keys start at multiples of it and are folded into a running softmax; RANGE keys make one partial result, and partials
+// are merged in order. Ranges depend on positions alone, never on rows or threads: threads only choose who computes them.
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "simd.h"
+
+constexpr int KV_BLOCK = 64;   // kernels.base.KV_BLOCK
+constexpr int RANGE = 128;     // keys of one partial result
+constexpr int HEAD_MAX = 512;  // largest head dim
+
+enum KvType : int32_t { KV_F32, KV_BF16, KV_INT8 };
+enum Activation : int32_t { SILU, GELU_TANH };
+
+// ---- elementwise ----
+
+SG_INLINE VF activate(VF x, int activation) {
+    if (activation == SILU) return x / (1.0f + vexp(-x));
+    VF inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return 0.5f * x * (1.0f + vtanh(inner));
+}
+
+static void gate_row(const float* gate, const float* up, float* out, int64_t count, int activation) {
+    int64_t i = 0;
+    for (; i + L <= count; i += L) store(out + i, activate(load<VF>(gate + i), activation) * load<VF>(up + i));
+    const int rest = static_cast<int>(count - i);
+    if (rest > 0) store_part(out + i, activate(load_part(gate + i, rest), activation) * load_part(up + i, rest), rest);
+}
+
+// out = x · weight / rms(x). Four interleaved sums, in a fixed order. out may be x.
+static void rms_norm_row(const float* x, const float* weight, float eps, int64_t size, float* out) {
+    VF sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * L <= size; i += 4 * L)
+        for (int s = 0; s < 4; s++) {
+            VF v = load<VF>(x + i + s * L);
+            sums[s] = fma(v, v, sums[s]);
+        }
+    for (int s = 0; i < size; i += L, s++) {
+        VF v = load_part(x + i, static_cast<int>(size - i));
+        sums[s] = fma(v, v, sums[s]);
+    }
+    const float total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    const VF inverse = splat(1.0f / std::sqrt(total / static_cast<float>(size) + eps));
+    for (i = 0; i + L <= size; i += L) store(out + i, load<VF>(x + i) * inverse * load<VF>(weight + i));
+    const int rest = static_cast<int>(size - i);
+    if (rest > 0) store_part(out + i, load_part(x + i, rest) * inverse * load_part(weight + i, rest), rest);
+}
+
+// Rotates one head in place; cos and sin hold half = dims / 2 values.
+SG_INLINE void rotate(float* head, const float* cos, const float* sin, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        const float a = head[i], b = head[half + i];
+        head[i] = a * cos[i] - b * sin[i];
+        head[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+// ---- the cache ----
+
+// One layer's cache: (kv_heads, capacity, dim), scales (kv_heads, capacity). Mirrored by library.KvView.
+struct KvView {
+    void *k, *v;
+    float *k_scale, *v_scale;
+    int64_t capacity;
+    int32_t kv_heads, dim, type, spare;
+};
+
+SG_INLINE int64_t kv_size(int type) { return type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1; }
+
+static void write_int8(const float* x, int dim, int8_t* to, float* scale) {
+    VI largest{};
+    for (int i = 0; i < dim; i += L) largest = vmax(largest, bits<VI>(load_part(x + i, dim - i)) & 0x7FFFFFFF);
+    const int32_t top = max_lanes<int32_t>(largest);
+    if (top >= 0x7F800000) {  // a NaN or infinity must not become a number
+        memset(to, 0, static_cast<size_t>(dim));
+        *scale = NAN;
+        return;
+    }
+    *scale = bits<float>(top) / 127.0f;
+    const VF divisor = splat(*scale == 0.0f ? 1.0f : *scale);
+    for (int i = 0; i < dim; i += L) {
+        VI n = round_to_int(load_part(x + i, dim - i) / divisor);
+        n = n > 127 ? splat(127) : n < -127 ? splat(-127) : n;
+        VSB bytes = __builtin_convertvector(n, VSB);
+        memcpy(to + i, &bytes, static_cast<size_t>(std::min(L, dim - i)));
+    }
+}
+
+// x (dim) into slot `slot` of head `head`.
+static void write_slot(const KvView& kv, bool key, int64_t head, int64_t slot, const float* x) {
+    const int64_t row = head * kv.capacity + slot;
+    uint8_t* to = static_cast<uint8_t*>(key ? kv.k : kv.v) + row * kv.dim * kv_size(kv.type);
+    if (kv.type == KV_F32) {
+        memcpy(to, x, sizeof(float) * static_cast<size_t>(kv.dim));
+    } else if (kv.type == KV_INT8) {
+        write_int8(x, kv.dim, reinterpret_cast<int8_t*>(to), (key ? kv.k_scale : kv.v_scale) + row);
+    } else {
+        for (int i = 0; i < kv.dim; i += L) {
+            VH half = to_bf16(load_part(x + i, kv.dim - i));
+            memcpy(to + 2 * i, &half, 2 * static_cast<size_t>(std::min(L, kv.dim - i)));
+        }
+    }
+}
+
+// One slot as floats, padded to `padded` with zeros.
+SG_INLINE void read_slot(const KvView& kv, bool key, int64_t head, int64_t slot, float* out, int padded) {
+    const int64_t row = head * kv.capacity + slot;
+    const uint8_t* from = static_cast<const uint8_t*>(key ? kv.k : kv.v) + row * kv.dim * kv_size(kv.type);
+    const float scale = kv.type == KV_INT8 ? (key ? kv.k_scale : kv.v_scale)[row] : 1.0f;
+    uint8_t tail[4 * L] = {};
+    for (int i = 0; i < padded; i += L) {
+        const int64_t size = kv_size(kv.type);
+        const uint8_t* p = from + i * size;
+        if (i + L > kv.dim) {
+            memcpy(tail, p, static_cast<size_t>((kv.dim - i) * size));
+            p = tail;
+        }
+        VF value = kv.type == KV_F32    ? load<VF>(p)
+                   : kv.type == KV_BF16 ? from_bf16(p)
+                                        : to_float(__builtin_convertvector(load<VSB>(p), VI)) * scale;
+        store(out + i, value);
+    }
+}
+
+// ---- attention ----
+
+struct Attention {
+    const float* q;            // (rows, heads, dim), rotated
+    float* out;                // (rows, heads, dim)
+    KvView kv;
+    int32_t heads, rows, start;
+    const int32_t* positions;  // rows
+    const int32_t* path;       // (rows, rows): path[r][d] = the row that is r's ancestor at depth d; null for a chain
+    float scale, softcap;      // softcap 0: none
+    int32_t window;            // 0: none
+
+    int group() const { return heads / kv.kv_heads; }
+    int padded() const { return (kv.dim + L - 1) / L * L; }
+    int64_t last() const {
+        return *std::max_element(positions, positions + rows);
+    }
+    int64_t ranges() const { return last() / RANGE + 1; }
+    int64_t first_key(int row) const { return window > 0 ? std::max(0, positions[row] - window + 1) : 0; }
+    int64_t partial_size() const { return padded() + 2; }  // the sum of p · v, then the largest score and the sum of p
+};
+
+// A softmax under way: acc (padded), largest score, sum of p.
+SG_INLINE void clear_partial(float* p, int padded) {
+    memset(p, 0, sizeof(float) * static_cast<size_t>(padded));
+    p[padded] = -INFINITY;
+    p[padded + 1] = 0.0f;
+}
+
+SG_INLINE float exp_one(float x) { return vexp(splat(x))[0]; }
+
+// into += from; both may be empty (largest -inf).
+static void merge_partial(float* into, const float* from, int padded) {
+    if (from[padded + 1] == 0.0f && from[padded] == -INFINITY) return;
+    if (into[padded + 1] == 0.0f && into[padded] == -INFINITY) {
+        memcpy(into, from, sizeof(float) * static_cast<size_t>(padded + 2));
+        return;
+    }
+    // Written so that a NaN in either wins.
+    const float top = into[padded] > from[padded] ? into[padded] : from[padded];
+    const float a = exp_one(into[padded] - top), b = exp_one(from[padded] - top);
+    for (int i = 0; i < padded; i += L) store(into + i, fma(load<VF>(from + i), splat(b), load<VF>(into + i) * a));
+    into[padded + 1] = into[padded + 1] * a + from[padded + 1] * b;
+    into[padded] = top;
+}
+
+// Per thread: one block of keys and values as floats, the step's own rows of a tree, a query.
+struct AttentionScratch {
+    static constexpr int64_t POINTERS = 2 * KV_BLOCK;
+    const float **keys, **values;  // KV_BLOCK each
+    float *k, *v;                  // (KV_BLOCK, padded)
+    float *own_k, *own_v;          // (rows, padded), trees only
+    float* query;                  // padded
+    float* partial;                // (group, padded + 2)
+
+    static int64_t floats(const Attention& a) {
+        const int64_t own = a.path == nullptr ? 0 : a.rows;
+        return 4 * POINTERS + (2 * KV_BLOCK + 2 * own + 1) * a.padded() + a.group() * a.partial_size();
+    }
+
+    AttentionScratch(float* at, const Attention& a) {
+        const int64_t padded = a.padded(), own = a.path == nullptr ? 0 : a.rows;
+        keys = reinterpret_cast<const float**>(at);
+        values = keys + KV_BLOCK;
+        k = at + 4 * POINTERS;
+        v = k + KV_BLOCK * padded;
+        own_k = v + KV_BLOCK * padded;
+        own_v = own_k + own * padded;
+        query = own_v + own * padded;
+        partial = query + padded;
+    }
+};
+
+// Fold keys [low, high) of the block (indices in it) into one query's partial.
+static void fold_block(const AttentionScratch& s, const Attention& a, int low, int high, float* partial) {
+    const int padded = a.padded();
+    VF scores[KV_BLOCK / L];
+    VF best = splat(-INFINITY);
+    const VI lanes = lane_numbers();
+    for (int j = low / L * L; j < high; j += L) {
+        VF sums[L];
+        for (int i = 0; i < L; i++) sums[i] = VF{};
+        const float* key[L];
+        for (int i = 0; i < L; i++) key[i] = s.keys[std::clamp(j + i, low, high - 1)];
+        for (int d = 0; d < padded; d += L) {
+            const VF q = load<VF>(s.query + d);
+            for (int i = 0; i < L; i++) sums[i] = fma(q, load<VF>(key[i] + d), sums[i]);
+        }
+        VF score = sum_each(sums) * a.scale;
+        if (a.softcap > 0.0f) score = vtanh(score / a.softcap) * a.softcap;
+        const VI seen = (lanes + j >= low) & (lanes + j < high);
+        score = seen ? score : splat(-INFINITY);
+        scores[j / L] = score;
+        best = best > score ? best : score;  // a NaN score wins, and then stays unless…
+        best = score != score ? score : best;
+    }
+    float top = partial[padded];
+    for (int i = 0; i < L; i++) top = top > best[i] ? top : best[i];
+    if (!(top < INFINITY)) top = NAN;  // … so say it here: anything not finite makes the whole row NaN
+    for (int i = 0; i < L; i++) top = best[i] != best[i] ? NAN : top;
+    const float fade = partial[padded] == -INFINITY ? 0.0f : exp_one(partial[padded] - top);
+    VF total{};
+    alignas(64) float p[KV_BLOCK];
+    for (int j = low / L * L; j < high; j += L) {
+        const VF e = vexp(scores[j / L] - top);
+        store(p + j, e);
+        total += e;
+    }
+    partial[padded] = top;
+    partial[padded + 1] = partial[padded + 1] * fade + sum_lanes(total);
+    constexpr int WIDE = 8;
+    for (int d = 0; d < padded; d += WIDE * L) {
+        const int count = std::min(WIDE, (padded - d) / L);
+        VF acc[WIDE];
+        for (int c = 0; c < count; c++) acc[c] = load<VF>(partial + d + c * L) * fade;
+        if (count == WIDE) {
+            for (int j = low; j < high; j++) {
+                const float* v = s.values[j] + d;
+                for (int c = 0; c < WIDE; c++) acc[c] = fma(splat(p[j]), load<VF>(v + c * L), acc[c]);
+            }
+        } else {
+            for (int j = low; j < high; j++)
+                for (int c = 0; c < count; c++) acc[c] = fma(splat(p[j]), load<VF>(s.values[j] + d + c * L), acc[c]);
+        }
+        for (int c = 0; c < count; c++) store(partial + d + c * L, acc[c]);
+    }
+}
+
+// Keys and values of the block at `begin` that stand in their own slots, as floats.
+static void read_block(AttentionScratch& s, const Attention& a, int64_t head, int64_t begin, int64_t first) {
+    const int64_t slots = a.path == nullptr ? a.start + a.rows : a.start;
+    const int64_t end = std::min<int64_t>(begin + KV_BLOCK, slots);
+    const bool direct = a.kv.type == KV_F32 && a.kv.dim % L == 0;
+    const int padded = a.padded();
+    for (int64_t j = std::max(begin, first); j < end; j++) {
+        const int64_t i = j - begin;
+        if (direct) {
+            const int64_t at = (head * a.kv.capacity + j) * a.kv.dim;
+            s.keys[i] = static_cast<const float*>(a.kv.k) + at;
+            s.values[i] = static_cast<const float*>(a.kv.v) + at;
+        } else {
+            read_slot(a.kv, true, head, j, s.k + i * padded, padded);
+            read_slot(a.kv, false, head, j, s.v + i * padded, padded);
+            s.keys[i] = s.k + i * padded;
+            s.values[i] = s.v + i * padded;
+        }
+    }
+}
+
+static void read_own_rows(AttentionScratch& s, const Attention& a, int64_t head) {
+    if (a.path == nullptr) return;
+    const int padded = a.padded();
+    for (int r = 0; r < a.rows; r++) {
+        read_slot(a.kv, true, head, a.start + r, s.own_k + r * padded, padded);
+        read_slot(a.kv, false, head, a.start + r, s.own_v + r * padded, padded);
+    }
+}
+
+SG_INLINE void point_at_ancestors(AttentionScratch& s, const Attention& a, int row, int64_t begin, int64_t end) {
+    const int padded = a.padded();
+    for (int64_t j = std::max<int64_t>(begin, a.start); j < end; j++) {
+        const int64_t ancestor = a.path[row * a.rows + (j - a.start)];
+        s.keys[j - begin] = s.own_k + ancestor * padded;
+        s.values[j - begin] = s.own_v + ancestor * padded;
+    }
+}
+
+// Partials of rows [from, to) × the query heads of kv head `head` over one range; result(row, query) is where to.
+template <class Where>
+static void attend_range(AttentionScratch& s, const Attention& a, int64_t head, int64_t range, int from, int to,
+                         const Where& result) {
+    const int group = a.group(), padded = a.padded();
+    int64_t first = INT64_MAX, last = -1;
+    for (int r = from; r < to; r++) {
+        for (int g = 0; g < group; g++) clear_partial(result(r, g), padded);
+        first = std::min(first, a.first_key(r));
+        last = std::max<int64_t>(last, a.positions[r]);
+    }
+    const int64_t stop = std::min<int64_t>((range + 1) * RANGE, last + 1);
+    for (int64_t begin = range * RANGE; begin < stop; begin += KV_BLOCK) {
+        if (begin + KV_BLOCK <= first) continue;
+        read_block(s, a, head, begin, first);
+        for (int r = from; r < to; r++) {
+            const int64_t low = std::max(begin, a.first_key(r));
+            const int64_t high = std::min<int64_t>(begin + KV_BLOCK, a.positions[r] + 1);
+            if (low >= high) continue;
+            if (a.path != nullptr) point_at_ancestors(s, a, r, begin, high);
+            for (int g = 0; g < group; g++) {
+                const float* q = a.q + (r * static_cast<int64_t>(a.heads) + head * group + g) * a.kv.dim;
+                memset(s.query + padded - L, 0, sizeof(float) * L);
+                memcpy(s.query, q, sizeof(float) * static_cast<size_t>(a.kv.dim));
+                fold_block(s, a, static_cast<int>(low - begin), static_cast<int>(high - begin), result(r, g));
+            }
+        }
+    }
+}
+
+static void finish_head(const Attention& a, const float* partial, int64_t row, int64_t head) {
+    float* out = a.out + (row * a.heads + head) * a.kv.dim;
+    const int padded = a.padded();
+    const VF inverse = splat(1.0f / partial[padded + 1]);
+    for (int i = 0; i < padded; i += L) store_part(out + i, load<VF>(partial + i) * inverse, a.kv.dim - i);
+}
+
+// Few rows: (kv head × range) tasks, then (row × head) merges. Many: (row chunk × kv head) tasks that merge as they go.
+constexpr int SPLIT_ROWS = 32, CHUNK_ROWS = 16;
+constexpr int64_t SPLIT_BYTES = int64_t{64} << 20;
+
+SG_INLINE int64_t split_floats(const Attention& a) { return a.ranges() * a.rows * a.heads * a.partial_size(); }
+SG_INLINE bool splits(const Attention& a) { return a.rows <= SPLIT_ROWS && split_floats(a) * 4 <= SPLIT_BYTES; }
+
+static void attention_split(Pool& pool, int thread, const Attention& a, AttentionScratch& s, float* partials) {
+    const int64_t tasks = a.kv.kv_heads * a.ranges(), size = a.partial_size();
+    auto at = [&](int64_t range, int64_t row, int64_t head) {
+        return partials + ((range * a.rows + row) * a.heads + head) * size;
+    };
+    Share share(tasks, thread, pool.size);
+    int64_t own = -1;
+    for (int64_t task = share.begin; task < share.end; task++) {
+        const int64_t head = task / a.ranges(), range = task % a.ranges();
+        if (head != own) read_own_rows(s, a, head);
+        own = head;
+        attend_range(s, a, head, range, 0, a.rows,
+                     [&](int64_t row, int64_t g) { return at(range, row, head * a.group() + g); });
+    }
+    pool.barrier();
+    Share merges(int64_t{a.rows} * a.heads, thread, pool.size);
+    for (int64_t i = merges.begin; i < merges.end; i++) {
+        float* total = at(0, i / a.heads, i % a.heads);
+        for (int64_t range = 1; range < a.ranges(); range++)
+            merge_partial(total, at(range, i / a.heads, i % a.heads), a.padded());
+        finish_head(a, total, i / a.heads, i % a.heads);
+    }
+}
+
+static void attention_whole(Pool& pool, int thread, const Attention& a, AttentionScratch& s, float* totals) {
+    const int64_t chunks = (a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS, size = a.partial_size(), group = a.group();
+    float* partials = totals + CHUNK_ROWS * group * size;
+    for (int64_t task = thread; task < chunks * a.kv.kv_heads; task += pool.size) {
+        const int64_t head = task % a.kv.kv_heads;
+        const int from = static_cast<int>(task / a.kv.kv_heads) * CHUNK_ROWS, to = std::min(from + CHUNK_ROWS, a.rows);
+        auto at = [&](float* base, int64_t row, int64_t g) { return base + ((row - from) * group + g) * size; };
+        read_own_rows(s, a, head);
+        for (int r = from; r < to; r++)
+            for (int64_t g = 0; g < group; g++) clear_partial(at(totals, r, g), a.padded());
+        for (int64_t range = 0; range < a.ranges(); range++) {
+            attend_range(s, a, head, range, from, to, [&](int64_t row, int64_t g) { return at(partials, row, g); });
+            for (int r = from; r < to; r++)
+                for (int64_t g = 0; g < group; g++) merge_partial(at(totals, r, g), at(partials, r, g), a.padded());
+        }
+        for (int r = from; r < to; r++)
+            for (int64_t g = 0; g < group; g++) finish_head(a, at(totals, r, g), r, head * group + g);
+    }
+}
+
+SG_INLINE int64_t shared_floats(const Attention& a) { return splits(a) ? split_floats(a) : 0; }
+
+SG_INLINE int64_t thread_floats(const Attention& a) {
+    const int64_t whole = splits(a) ? 0 : 2 * CHUNK_ROWS * a.group() * a.partial_size();
+    return round_up(AttentionScratch::floats(a) + whole, 16);
+}
+
+// On every thread of the pool. shared: shared_floats; own: this thread's thread_floats.
+static void attention(Pool& pool, int thread, const Attention& a, float* shared, float* own) {
+    AttentionScratch scratch(own, a);
+    if (splits(a)) attention_split(pool, thread, a, scratch, shared);
+    else attention_whole(pool, thread, a, scratch, own + AttentionScratch::floats(a));
+}
+
+SG_INLINE bool is_chain(const int32_t* parents, int rows) {
+    for (int r = 0; r < rows; r++)
+        if (parents[r] != r - 1) return false;
+    return true;
+}
+
+// path (rows, rows) from parents; row r's depth is positions[r] - start.
+static void fill_path(const int32_t* parents, const int32_t* positions, int rows, int start, int32_t* path) {
+    for (int r = 0; r < rows; r++) {
+        const int depth = positions[r] - start;
+        if (parents[r] >= 0) memcpy(path + r * rows, path + parents[r] * rows, sizeof(int32_t) * static_cast<size_t>(depth));
+        path[r * rows + depth] = r;
+    }
+}

@@ -1,0 +1,143 @@
+"""A whole decoding step of a model as one call into the CPU library.
+
+Knows: how a decoder's weights and numbers become the library's plan, and that the results are bit for bit those of
+`Decoder` over the same kernels, op by op. Does not know: lengths (the cache owns them), sampling, drafts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Collection, Sequence
+from ctypes import Array, byref, c_uint8, pointer
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specgen.cache import KVCache
+from specgen.kernels.base import Attend
+from specgen.kernels.cpu import library as lib
+from specgen.kernels.cpu.ops import ACTIVATIONS, HEAD_DIM_MAX, CpuKernels, Prepared, int32s, kv_view
+from specgen.model.decoder import Decoder
+from specgen.model.spec import ModelSpec, RopeSpec
+from specgen.model.weights import LayerWeights, MlpWeights, ModelWeights
+from specgen.step import StepOut
+
+if TYPE_CHECKING:
+    from ctypes import _Pointer as Pointer
+
+QK_NORMS = {None: 0, "head": 1, "projection": 2}
+
+SKIP_ATTENTION, SKIP_MLP = 1, 2
+
+
+def plan_refusal(spec: ModelSpec) -> str | None:
+    """None when a plan covers the model; else what it has that only `Decoder` runs."""
+    if any(layer.moe is not None for layer in spec.layers):
+        return "a mixture of experts"
+    if spec.head_dim > HEAD_DIM_MAX:
+        return f"heads of more than {HEAD_DIM_MAX} dimensions"
+    return None
+
+
+class PlannedDecoder(Decoder):
+    """A `Decoder` over `CpuKernels` whose step is one call. Models that `plan_refusal` names are not for it."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, kernels: CpuKernels, taps: Collection[int] = ()) -> None:
+        assert plan_refusal(spec) is None
+        super().__init__(spec, weights, kernels, taps)
+        self._cpu = kernels
+        self._rope_specs = tuple(self._ropes)
+        self._layers = (lib.PlanLayer * len(spec.layers))(
+            *(self._layer(index, layer) for index, layer in enumerate(self.weights.layers))
+        )
+        self._plan = self._whole_plan()
+        self._bound: tuple[weakref.ref[KVCache], Array[lib.KvView]] | None = None
+
+    def forward(self, tokens: Sequence[int], attend: Attend, cache: KVCache, last_only: bool) -> StepOut:
+        if self.taps:
+            return super().forward(tokens, attend, cache, last_only)
+        rows = len(tokens)
+        assert rows == len(attend.parents) == len(attend.positions) > 0
+        assert attend.start + rows <= cache.capacity
+        assert 0 <= min(tokens) <= max(tokens) < self.spec.vocab
+        count = 1 if last_only else rows
+        logits, hidden = torch.empty(count, self.spec.vocab), torch.empty(count, self.spec.hidden)
+        ids, parents, positions = int32s(tokens), int32s(attend.parents), int32s(attend.positions)
+        turns = [self._ropes[rope].rows(attend.positions) for rope in self._rope_specs]  # alive until the call is over
+        step = lib.Step(rows=rows, start=attend.start, last_only=int(last_only))
+        step.tokens, step.parents, step.positions = _address(ids), _address(parents), _address(positions)
+        step.kv, step.angles = self._views(cache), _angles(turns)
+        skip = self._skip_flags()
+        step.skip = _address(skip)
+        step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
+        self._cpu.library.sg_step(self._cpu.context, byref(self._plan), byref(step))
+        return StepOut(self._scaled(logits), hidden)
+
+    def _whole_plan(self) -> lib.Plan:
+        spec, weights = self.spec, self.weights
+        self._norm_weight = weights.norm.float().contiguous()
+        return lib.Plan(
+            hidden=spec.hidden,
+            intermediate=spec.intermediate,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            layer_count=len(spec.layers),
+            activation=ACTIVATIONS[spec.activation],
+            qk_norm=QK_NORMS[spec.qk_norm],
+            eps=spec.norm_eps,
+            attention_scale=spec.attention_scale,
+            softcap=spec.attention_softcap or 0.0,
+            embedding_scale=spec.embedding_scale,
+            residual_scale=spec.residual_scale,
+            layers=self._layers,
+            embedding=_struct(weights.embedding),
+            head=_struct(weights.head),
+            norm=self._norm_weight.data_ptr(),
+        )
+
+    def _layer(self, index: int, weights: LayerWeights) -> lib.PlanLayer:
+        layer, mlp = self.spec.layers[index], weights.mlp
+        assert isinstance(mlp, MlpWeights)
+        result = lib.PlanLayer(window=layer.window or 0, rope=self._rope_number(layer.rope))
+        for name in ("q", "k", "v", "o"):
+            setattr(result, name, _struct(getattr(weights, name)))
+        for name in ("gate", "up", "down"):
+            setattr(result, name, _struct(getattr(mlp, name)))
+        for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_norm", "k_norm"):
+            norm = getattr(weights, name)
+            assert norm is None or (norm.dtype == torch.float32 and norm.is_contiguous())
+            setattr(result, name, None if norm is None else norm.data_ptr())
+        return result
+
+    def _rope_number(self, rope: RopeSpec | None) -> int:
+        return -1 if rope is None else self._rope_specs.index(rope)
+
+    def _views(self, cache: KVCache) -> Array[lib.KvView]:
+        if self._bound is None or self._bound[0]() is not cache:
+            views = (lib.KvView * len(cache.layers))(*(kv_view(layer) for layer in cache.layers))
+            self._bound = (weakref.ref(cache), views)
+        return self._bound[1]
+
+    def _skip_flags(self) -> Array[c_uint8]:
+        flags = (c_uint8 * len(self.spec.layers))()
+        for index in self._skipped_attention:
+            flags[index] |= SKIP_ATTENTION
+        for index in self._skipped_mlp:
+            flags[index] |= SKIP_MLP
+        return flags
+
+
+def _struct(weight: Prepared) -> Pointer[lib.Linear]:
+    return pointer(weight.struct)
+
+
+def _address(array: Array[Any]) -> int:
+    return ctypes.addressof(array)
+
+
+def _angles(turns: Sequence[tuple[Tensor, Tensor]]) -> Array[lib.Angles]:
+    """cos and sin (R, dims / 2) of each rope."""
+    return (lib.Angles * len(turns))(*(lib.Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[1]) for cos, sin in turns))
