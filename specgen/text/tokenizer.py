@@ -42,7 +42,7 @@ END_TEXTS = (
     "<EOT>",
     "<｜end▁of▁sentence｜>",
 )
-"""Special tokens that end an answer whatever the files say: often they name one of them only. llama.cpp has such a list."""
+"""Special tokens that end an answer whatever the files say: often they name one only. llama.cpp has a like list."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
