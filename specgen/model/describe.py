@@ -22,6 +22,7 @@ from specgen.weights.formats import find_format
 from specgen.weights.packed import QuantLinear
 
 _KV_BYTES = 2  # of one number of the KV cache, 16-bit
+_EMBEDDING = "embed_tokens"
 _NOT_LINEAR = ("norm", "rotary_emb")
 
 
@@ -86,7 +87,13 @@ def _add_layer(total: _Sum, layer: LayerWeights, expert_share: float) -> None:
 
 
 def _formats(checkpoint: Checkpoint) -> dict[str, int]:
-    """The format of every module but the norms, the most common first."""
-    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
-    linears = (module for module in modules if not any(word in module.rpartition(".")[2] for word in _NOT_LINEAR))
-    return dict(Counter(find_format(checkpoint, module).name for module in linears).most_common())
+    """The format of every module of the language model but the norms, the most common first."""
+    modules = sorted({name.rpartition(".")[0] for name in checkpoint.names()})
+    root = next(module for module in modules if module.endswith(_EMBEDDING)).removesuffix(_EMBEDDING)
+    linears = (
+        module
+        for module in modules
+        if module.startswith((f"{root}layers.", root + _EMBEDDING)) or module.endswith("lm_head")
+    )
+    counts = Counter(find_format(checkpoint, m).name for m in linears if not m.endswith(_NOT_LINEAR))
+    return dict(counts.most_common())

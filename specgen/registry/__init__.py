@@ -1,7 +1,7 @@
 """Models by name: `models.toml`, and getting their files onto this disk. Imports no torch."""
 
 from specgen.registry.entries import DEFAULT_MODEL, Artefact, Entry, Registry, load_registry
-from specgen.registry.fetch import PulledModel, cache_path, fetch, find, pull, remove
+from specgen.registry.fetch import PulledModel, cache_path, fetch, find, kept_here, pull, remove
 from specgen.registry.progress import Progress
 from specgen.registry.refs import ModelRef, resolve_model
 from specgen.registry.sources import HubSource, LocalSource, PypiSource, Source
@@ -21,6 +21,7 @@ __all__ = [
     "cache_path",
     "fetch",
     "find",
+    "kept_here",
     "load_registry",
     "pull",
     "remove",

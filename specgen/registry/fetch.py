@@ -85,6 +85,11 @@ def cache_path(artefact: Artefact) -> Path:
     return cache_dir() / "models" / key[:16] / artefact.filename
 
 
+def kept_here(artefact: Artefact) -> bool:
+    """Whether a file put at `cache_path` by hand would be found."""
+    return any(_belongs_here(artefact, place[0]) for place in artefact.sources)
+
+
 def remove(artefact: Artefact) -> int:
     """Take the file out of specgen's cache; the bytes freed. ModelError when it is not there or not ours."""
     path = cache_path(artefact)
@@ -102,7 +107,9 @@ def remove(artefact: Artefact) -> int:
 def _not_ours(artefact: Artefact, path: Path) -> ModelError:
     found = find(artefact)
     if found is None:
-        return ModelError(f"{artefact.filename} is not in the cache", f"it would be {path}")
+        return ModelError(
+            f"{artefact.filename} is not in the cache", f"it would be {path}" if kept_here(artefact) else None
+        )
     for place in artefact.sources:
         if isinstance(place[0], LocalSource) and place[0].path == found:
             return ModelError(f"{found} is your own file, not in specgen's cache", "remove it yourself if you want to")
@@ -123,10 +130,14 @@ def _fetch_locked(artefact: Artefact, name: str, progress: Progress) -> Path:
         except FetchError as error:
             more = f" and {len(place) - 1} more" if len(place) > 1 else ""
             failures.append(f"{place[0]}{more}: {error}")
-    raise ModelError(
-        f"cannot get {name}: " + "; ".join(failures),
-        f"put the file there by hand: {path} (or give its path with --model; {CACHE_VARIABLE} moves the cache)",
-    )
+    raise ModelError(f"cannot get {name}: " + "; ".join(failures), _by_hand(artefact))
+
+
+def _by_hand(artefact: Artefact) -> str:
+    if kept_here(artefact):
+        path = cache_path(artefact)
+        return f"put the file there by hand: {path} (or give its path with --model; {CACHE_VARIABLE} moves the cache)"
+    return "download it by other means and give its path with --model"
 
 
 def _get(artefact: Artefact, place: tuple[Source, ...], progress: Progress) -> Path:

@@ -63,11 +63,3 @@ def _check_path(ref: str, path: Path) -> None:
         could_be_repo = ref.count("/") == 1 and ref[0].isalnum()
         hint = f"for a model of the Hugging Face hub write hf:{ref}" if could_be_repo else _BY_PATH
         raise ModelError(f"no such file or folder: {ref}", hint)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            inside = sorted(path.glob("*.gguf"))
-            raise ModelError(f"{ref} has no config.json", f"give the file: {inside[0]}" if inside else _BY_PATH)
-    elif path.suffix in _PICKLES:
-        raise ModelError(f"{ref} is a pickle, which can run code when it is read", "convert it to safetensors first")
-    elif path.suffix == ".safetensors":
-        raise ModelError(f"{ref} is one file of a model", f"give its folder: {path.parent}")
