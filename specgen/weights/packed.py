@@ -22,7 +22,10 @@ from torch import Tensor
 class QuantLinear(Protocol):
     """A linear layer's weight, W (N, K), kept packed. `y = x @ W.T + bias`."""
 
-    bias: Tensor | None  # (N,) float32
+    @property
+    def bias(self) -> Tensor | None:
+        """(N,) float32"""
+        ...
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -298,7 +301,7 @@ class Codebook4:
         )
 
 
-Packed = TypeVar("Packed", Dense, GroupedInt4, GroupedInt8, Fp8, Codebook4)
+Packed = TypeVar("Packed", bound=Dense | GroupedInt4 | GroupedInt8 | Fp8 | Codebook4)
 
 
 def to_device(weight: Packed, device: torch.device) -> Packed:
