@@ -46,7 +46,10 @@ class Checkpoint(Protocol):
 class WeightFormat(Protocol):
     """One way of packing a linear layer in a file."""
 
-    name: str  # what `specgen models show` prints, e.g. "gguf Q4_1", "awq gemm"
+    @property
+    def name(self) -> str:
+        """What `specgen models show` prints, e.g. "gguf Q4_1", "awq gemm"."""
+        ...
 
     def claims(self, checkpoint: Checkpoint, key: str) -> bool:
         """Whether the tensors of module `key` are in this format: decided by content, never by a file's name."""
