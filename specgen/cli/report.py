@@ -55,6 +55,7 @@ def answer_object(outcome: Outcome) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "model": outcome.session.get("model"),
+        "model_digest": outcome.session.get("digest"),
         "text": finished.text,
         "token_ids": list(finished.token_ids),
         "finish_reason": str(finished.reason),
@@ -144,9 +145,9 @@ def _summary_parts(outcome: Outcome, marks: Marks) -> list[str]:
     if record.proposed:
         parts.append(f"{DRAFT_WORD} {percent(record.accepted / record.proposed)}")
         parts.append(f"{number(record.yield_tokens, 2)} per pass")
-    parts.append(f"{(record.ttft_ms + record.decode_ms) / 1e3:.1f} s")
     if record.proposed and marks.draft:
         parts.append("underlined: from the draft")
+    parts.append(f"{(record.ttft_ms + record.decode_ms) / 1e3:.1f} s")
     parts.append(f"γ {started.gamma}")
     parts.append(f"context {percent(record.kv_tokens / started.context_tokens)}")
     if (reason := main_fallback(record)) is not None:

@@ -32,16 +32,15 @@ class Marks:
 
 
 class Progress:
-    """What is known of a running answer. The first cycle is the prefill's own token and counts for no rate."""
+    """What is known of a running answer. As in `RunRecord`, the speed is that of the tokens after the first commit."""
 
     def __init__(self) -> None:
         self.started: Started | None = None
         self.prefilled = False
         self.cycles = 0
         self.committed = 0
-        self.busy_ms = 0.0  # in cycles after the first
-        self.passes = 0
-        self.passed_tokens = 0  # committed in those passes
+        self.decode_ms = 0.0  # in cycles after the first
+        self.decoded_tokens = 0  # committed in those cycles
         self.proposed = 0
         self.accepted = 0
         self.gamma = 0  # levels of the last cycle's draft
@@ -71,17 +70,16 @@ class Progress:
         self.gamma = record.depth
         self.length = event.length
         if self.cycles > 1:
-            self.passes += 1
-            self.passed_tokens += record.committed
-            self.busy_ms += record.propose_ms + record.verify_ms + record.reconcile_ms
+            self.decoded_tokens += record.committed
+            self.decode_ms += record.propose_ms + record.verify_ms + record.reconcile_ms
 
     @property
     def tok_s(self) -> float | None:
-        return 1e3 * self.passed_tokens / self.busy_ms if self.busy_ms > 0 else None
+        return 1e3 * self.decoded_tokens / self.decode_ms if self.decode_ms > 0 else None
 
     @property
     def per_pass(self) -> float | None:
-        return self.passed_tokens / self.passes if self.passes else None
+        return self.committed / self.cycles if self.cycles else None
 
     @property
     def acceptance(self) -> float | None:

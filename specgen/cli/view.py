@@ -42,7 +42,9 @@ def write_bytes(stream: TextIO, data: bytes) -> None:
             stream.write(data.decode("utf-8"))
         else:
             stream.flush()
-            buffer.write(data)
+            rest = memoryview(data)
+            while rest:  # with PYTHONUNBUFFERED a write may take only a part
+                rest = rest[buffer.write(rest) or 0 :]
         stream.flush()
     except BrokenPipeError as error:
         raise ClosedPipeError from error
