@@ -14,7 +14,7 @@ from specgen.errors import ModelError, UsageError
 from specgen.registry.entries import Artefact, Entry, Registry
 from specgen.registry.sources import LocalSource, SourceSyntaxError, parse_source
 
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+_MODEL_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth"}  # a file by its looks, even when it is missing
 _BY_PATH = "give a folder with config.json and *.safetensors, or a .gguf file"
 
 
@@ -29,7 +29,7 @@ class ModelRef:
 
 def resolve_model(ref: str, registry: Registry) -> ModelRef:
     """The model that `ref` means. ModelError for an unknown name (with the nearest) or a path that is no model."""
-    if ref not in registry.entries:
+    if ref and ref not in registry.entries:
         if ref.startswith(("hf:", "pypi:")):
             return _from_source(ref)
         path = Path(ref).expanduser()
@@ -39,7 +39,7 @@ def resolve_model(ref: str, registry: Registry) -> ModelRef:
 
 
 def _looks_like_path(ref: str) -> bool:
-    return ref.startswith((".", "~")) or "/" in ref or os.sep in ref or Path(ref).suffix in {".gguf", *_PICKLES}
+    return ref.startswith((".", "~")) or "/" in ref or os.sep in ref or Path(ref).suffix in _MODEL_SUFFIXES
 
 
 def _from_source(ref: str) -> ModelRef:
