@@ -68,7 +68,7 @@ class AwqGemm(_Awq):
             return True
         module = Module(checkpoint, key)
         # Without a quantisation config, `g_idx` is what tells GPTQ's qweight from AWQ's.
-        return quant_method(checkpoint) is None and module.packed_as("qweight") and not module.has("g_idx")
+        return module.packed_as("qweight") and not module.has("g_idx") and quant_method(checkpoint) is None
 
     def decode(self, module: Module, shape: tuple[int, int], group: int) -> GroupedInt4:
         n, k = shape

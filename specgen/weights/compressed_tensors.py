@@ -69,9 +69,9 @@ class WholeBytes:
 
     def claims(self, checkpoint: Checkpoint, key: str) -> bool:
         module = Module(checkpoint, key)
-        if quant_method(checkpoint) not in METHODS or not (module.has("weight") and module.has("weight_scale")):
+        if not (module.has("weight") and module.has("weight_scale")):
             return False
-        return module.raw("weight").dtype in (*FLOAT8, torch.int8)
+        return module.raw("weight").dtype in (*FLOAT8, torch.int8) and quant_method(checkpoint) in METHODS
 
     def linear(self, checkpoint: Checkpoint, key: str, shape: tuple[int, int], device: torch.device) -> QuantLinear:
         module = Module(checkpoint, key)
