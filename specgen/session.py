@@ -159,10 +159,10 @@ class Session:
     def _checked(self, ids: Sequence[int]) -> Prompt:
         if not ids:
             raise UsageError("the prompt is empty", hint="give some text, or a model whose tokenizer adds a BOS token")
-        notices = ()
-        if starts_with_bos(ids[1:], self.tokenizer.bos) and ids[0] == ids[1]:
-            notices = ("the prompt begins with two BOS tokens, which most models were not trained on",)
-        return Prompt(tuple(ids), notices)
+        bos = self.tokenizer.bos
+        doubled = starts_with_bos(ids, bos) and starts_with_bos(ids[1:], bos)
+        notice = "the prompt begins with two BOS tokens, which most models were not trained on"
+        return Prompt(tuple(ids), (notice,) if doubled else ())
 
     def generate(self, prompt: Prompt, options: RunOptions, cancel: Cancel | None = None) -> Iterator[Event]:
         """The events of one answer, see `specgen.events`. Closing the iterator cancels; the session stays usable.
