@@ -40,6 +40,8 @@ GEMMA = ("gemma", "gemma2", "gemma3_text")
 FOLDED_QUERY_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 """The 27B models scale queries by (hidden / heads) ** -0.5; llama.cpp knows them by their number of layers too."""
 
+MAX_LAYERS = 4096
+
 _FLOATS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -76,13 +78,15 @@ class GgufSource:
             return value[0].item()
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer. ModelError naming the key otherwise."""
+    def integer(self, key: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
+        """An integer from 1 to `most`. ModelError naming the key otherwise."""
         value = self.get(key, default)
         if value is None:
             raise ModelError(f"{self.path}: metadata key {self.arch}.{key} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-            raise ModelError(f"{self.path}: metadata key {self.arch}.{key} is {value!r}, not one positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            raise ModelError(
+                f"{self.path}: metadata key {self.arch}.{key} is {value!r}, not one integer from 1 to {most}"
+            )
         return value
 
     def number(self, key: str) -> float | None:
@@ -126,7 +130,7 @@ def _sizes(source: GgufSource) -> dict[str, Any]:
         "vocab_size": embedding[0],
         "hidden_size": source.integer("embedding_length"),
         "intermediate_size": source.integer("feed_forward_length", 1 if source.get("expert_count") else None),
-        "num_hidden_layers": source.integer("block_count"),
+        "num_hidden_layers": source.integer("block_count", most=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": source.integer("attention.head_count_kv", heads),
         "head_dim": _head_dim(source),
