@@ -68,6 +68,15 @@ def standing_choices(environ: Mapping[str, str] | None = None, file: Path | None
     return chosen | _read_environ(os.environ if environ is None else environ)
 
 
+def flag_defaults(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The standing choices as the defaults of a command line's flags, where "auto" is a word or simply not given."""
+    return {
+        name: str(value) if name == "gamma" else value
+        for name, value in standing_choices(environ).items()
+        if value is not None
+    }
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen.config import Settings, resolve_settings, standing_choices
+from specgen.config import Settings, flag_defaults, resolve_settings, standing_choices
 from specgen.errors import SpecgenError, UsageError
 from specgen.paths import cache_dir, config_dir, data_dir, ensure_dir
 
@@ -85,6 +85,11 @@ def test_a_bad_variable_is_refused(variable: str, value: str, message: str, hint
 def test_variables_of_others_are_left_alone() -> None:
     environ = {"SPECGEN_TEST_SMOLLM2": "/x", "SPECGEN_CACHE": "/y", "SPECGENX": "1", "PATH": "/bin"}
     assert resolve_settings(environ=environ) == Settings()
+
+
+def test_flag_defaults_are_what_a_command_line_takes() -> None:
+    environ = {"SPECGEN_GAMMA": "3", "SPECGEN_THREADS": "auto", "SPECGEN_KV": "int8", "SPECGEN_QUIET": "true"}
+    assert flag_defaults(environ) == {"gamma": "3", "kv": "int8", "quiet": True}
 
 
 def test_options_are_checked_too() -> None:

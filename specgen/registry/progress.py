@@ -22,16 +22,19 @@ def silent(done_bytes: int, total_bytes: int | None, what: str) -> None:
 
 @contextmanager
 def watch_folder(folder: Path, total_bytes: int | None, what: str, progress: Progress) -> Iterator[None]:
-    """Report how much `folder` grows while the body runs: works for every downloader, whatever it prints."""
-    before = _size(folder)
+    """Report how much `folder` grows while the body runs: works for every downloader, whatever it prints.
+
+    `total_bytes` may be a guess (a wheel is a little smaller than what is in it); the last report has the true size.
+    """
+    before_bytes = _size(folder)
     done = threading.Event()
 
     def poll() -> None:
         last_bytes = 0
         while not done.wait(_POLL_S):
-            grown_bytes = _size(folder) - before
+            grown_bytes = _size(folder) - before_bytes
             if grown_bytes > last_bytes:
-                progress(grown_bytes, total_bytes, what)
+                progress(min(grown_bytes, total_bytes or grown_bytes), total_bytes, what)
                 last_bytes = grown_bytes
 
     progress(0, total_bytes, what)
@@ -42,6 +45,8 @@ def watch_folder(folder: Path, total_bytes: int | None, what: str, progress: Pro
     finally:
         done.set()
         thread.join()
+    grown_bytes = max(0, _size(folder) - before_bytes)
+    progress(grown_bytes, grown_bytes, what)
 
 
 def _size(folder: Path) -> int:
