@@ -202,11 +202,7 @@ class _Loader:
         return tuple(whole.rows(start, start + size) for start, size in zip(starts, sizes, strict=False))
 
     def linear(self, key: str, shape: tuple[int, int]) -> QuantLinear:
-        if key not in self._modules:
-            raise ModelError(
-                f"{self._checkpoint.path}: the tensor {key}.weight is missing",
-                hint=f"config.json describes a model of the {self.spec.family!r} family that has it",
-            )
+        self._require(key)
         linear = find_format(self._checkpoint, key).linear(self._checkpoint, key, shape, self._device)
         if linear.shape != shape:
             raise self._contradiction(key, linear.shape, shape)
@@ -222,6 +218,7 @@ class _Loader:
 
     def norm(self, key: str, size: int) -> Tensor:
         """(size,) float32, offset added; a copy, so that no page of the file stays in use."""
+        self._require(key)
         stored = self._checkpoint.tensor(key + ".weight")
         if stored.shape != (size,):
             raise self._contradiction(key, tuple(stored.shape), (size,))
@@ -229,6 +226,13 @@ class _Loader:
         if not bool(weight.isfinite().all()):
             raise ModelError(f"{self._checkpoint.path}: the tensor {key}.weight holds values that are not finite")
         return weight
+
+    def _require(self, key: str) -> None:
+        if key not in self._modules:
+            raise ModelError(
+                f"{self._checkpoint.path}: the tensor {key}.weight is missing",
+                hint=f"a model of the {self.spec.family!r} family, as the config describes it, has one",
+            )
 
     def _contradiction(self, key: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelError:
         return ModelError(
