@@ -12,6 +12,11 @@ import numpy as np
 import pytest
 from golden_files import CPU, probe, sha256
 
+from specgen.kernels.base import Attend
+from specgen.kernels.reference import ReferenceKernels
+from specgen.model.decoder import Decoder
+from specgen.model.families import spec_from_config
+from specgen.model.weights import load_weights
 from specgen.weights.base import Checkpoint
 from specgen.weights.checkpoint import open_checkpoint
 from specgen.weights.formats import find_format
@@ -125,3 +130,67 @@ def test_every_gguf_matrix_decodes_to_its_oracle(name: str, checkpoints_dir: Pat
         assert list(stored.shape) == entry["shape"]
         product = (stored.astype(np.float64) @ probe(shape[1])).astype(np.float32)
         np.testing.assert_allclose(product, arrays[f"proj/{stored_name}"], rtol=0, atol=PRODUCT_TOLERANCE)
+
+
+LOGIT_TOLERANCE = 2e-5
+"""Against transformers in float32: the same weights, another order of summation (measured: 5.2e-6). Logits reach 11."""
+
+
+def model_of(checkpoint: Checkpoint) -> Decoder:
+    spec = spec_from_config(checkpoint.config)
+    return Decoder(spec, load_weights(checkpoint, spec, CPU), ReferenceKernels())
+
+
+def logits_of(model: Decoder, ids: list[int]) -> np.ndarray:
+    """(R, V) of a prompt."""
+    cache = model.new_cache(len(ids))
+    start = cache.reserve(len(ids))
+    return model.forward(ids, Attend.chain(start, len(ids)), cache, last_only=False).logits.numpy()
+
+
+def check_logits(model: Decoder, arrays: dict[str, np.ndarray]) -> None:
+    logits = logits_of(model, arrays["ids"].tolist())
+    np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def greedy(model: Decoder, ids: list[int], steps: int) -> list[int]:
+    cache = model.new_cache(len(ids) + steps)
+    tokens, pending = list(ids), list(ids)
+    for _ in range(steps):
+        start = cache.reserve(len(pending))
+        out = model.forward(pending, Attend.chain(start, len(pending)), cache, last_only=True)
+        cache.commit(len(pending))
+        pending = [int(out.logits[-1].argmax())]
+        tokens += pending
+    return tokens[len(ids) :]
+
+
+def clear_steps(margins: np.ndarray) -> int:
+    """Steps before the first whose two best logits are too close to compare."""
+    close = np.flatnonzero(margins <= 2 * LOGIT_TOLERANCE)
+    return int(close[0]) if len(close) else len(margins)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *GGUFS])
+def test_the_model_says_what_transformers_says(name: str, checkpoints_dir: Path) -> None:
+    file = checkpoints_dir / f"{name}.gguf"
+    model = model_of(open_checkpoint(file if file.exists() else checkpoints_dir / name))
+    _, arrays = oracle(checkpoints_dir / name)
+    check_logits(model, arrays)
+    for ids, text, margins in (("ids", "greedy", "greedy_margin"), ("text_ids", "text_greedy", "text_greedy_margin")):
+        steps = clear_steps(arrays[margins])
+        assert steps >= 4
+        assert greedy(model, arrays[ids].tolist(), steps) == arrays[text][:steps].tolist()
+
+
+def test_another_rounding_of_the_same_model_is_noticed(checkpoints_dir: Path) -> None:
+    _, arrays = oracle(checkpoints_dir / "llama-ct-fp8-dynamic")
+    with pytest.raises(AssertionError):
+        check_logits(model_of(open_checkpoint(checkpoints_dir / "llama-ct-fp8-static")), arrays)
+
+
+def test_a_missing_bias_is_noticed(checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "qwen2-awq-gptqmodel-g32-asym"
+    monkeypatch.setattr("specgen.weights.module.Module.bias", lambda self, outputs: None)
+    with pytest.raises(AssertionError):
+        check_logits(model_of(open_checkpoint(checkpoints_dir / name)), oracle(checkpoints_dir / name)[1])

@@ -19,8 +19,8 @@ from specgen.weights.fp8 import FLOAT8, block_size, fp8_scale, fp8_weight
 from specgen.weights.module import CONTRADICTION, FLOATS, Module, compact, quant_config, quant_method
 from specgen.weights.packed import Fp8, GroupedInt4, GroupedInt8, QuantLinear, to_device
 
-METHODS = (None, "compressed-tensors", "fp8", "fbgemm_fp8")
-"""Values of quant_method whose `weight_scale` means a factor; the last two write whole-byte weights in the same way."""
+METHODS = (None, "compressed-tensors", "fp8")
+"""Values of quant_method whose `weight_scale` is a factor; `fp8` is AutoFP8, which wrote whole bytes in the same way."""
 
 READ = ("dense", "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision")
 HINT = "of compressed-tensors, " + ", ".join(READ[1:4]) + " without sparsity or transforms are read"
