@@ -24,6 +24,7 @@ from specgen.weights.mapped import MappedFile, as_dtype
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation's limit
 MAX_JSON_BYTES = 100_000_000
+MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64,
@@ -111,21 +112,28 @@ class SafetensorsFile:
         return header
 
     def _entry(self, name: str, value: object) -> _Entry:
-        try:
-            assert isinstance(value, dict)
-            dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-            assert isinstance(dtype, str)
-            assert all(type(size) is int and 0 <= size < 1 << 62 for size in (*shape, begin, end))
-        except (AssertionError, KeyError, TypeError, ValueError):
-            raise ModelError(f"{self.path}: the header's entry of tensor {name} is malformed") from None
+        fields = value if isinstance(value, dict) else {}
+        dtype, shape, ends = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
+        if not isinstance(dtype, str) or shape is None or ends is None or len(ends) != 2:
+            raise ModelError(f"{self.path}: the header's entry of tensor {name} is malformed")
+        begin, end = ends
         self.file.check(self.data_start + begin, end - begin, name)
         known = DTYPES.get(dtype)
         if known is not None and math.prod(shape) * known.itemsize != end - begin:
             raise ModelError(
-                f"{self.path}: tensor {name} has {end - begin} bytes, which is not the size of {dtype} {shape}",
+                f"{self.path}: tensor {name} has {end - begin} bytes, which is not the size of {dtype} {list(shape)}",
                 hint="the file is corrupted; fetch it again",
             )
-        return _Entry(dtype, tuple(shape), self.data_start + begin, end - begin)
+        return _Entry(dtype, shape, self.data_start + begin, end - begin)
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    """A short list of sizes that fit into 62 bits, or None for anything else."""
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        return None
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 62 for size in value):
+        return None
+    return tuple(value)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
