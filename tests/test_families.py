@@ -110,6 +110,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2Config", {}),
+    "glm": ("GlmConfig", {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "glm4": ("Glm4Config", {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {
@@ -249,6 +251,7 @@ def test_window_is_seen() -> None:
         ("granite", {"attention_scale": 12**-0.5}),
         ("qwen3", {"qk_norm": None}),
         ("olmo2", {"norms": NormNames(before_mlp="post_feedforward_layernorm", before_attention=POST)}),
+        ("glm", {"rope_interleaved": False}),
         ("olmo2", {"norms": NormNames(None, POST, None, None)}),
     ],
 )
@@ -302,6 +305,20 @@ def test_three_styles_of_config_mean_the_same() -> None:
     assert spec.layers[0].rope is not None
     assert spec.layers[0].rope.theta == 5e5
     assert spec != spec_from_config(plain(rope_theta=5e5, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest", "context"),
+    [
+        ({"rope_type": "default"}, 500, 128),
+        ({"rope_type": "dynamic", "factor": 2.0}, None, 128),
+        ({"rope_type": "dynamic", "factor": 2.0}, 200, 200),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, None, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, None, 128),
+    ],
+)
+def test_how_far_a_model_goes(rope: dict[str, Any], longest: int | None, context: int) -> None:
+    assert spec_from_config(plain(rope_scaling=rope), longest).context == context
 
 
 def test_tokens_that_end_an_answer() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_kernels_reference import packed_weights
 from tiny import MemoryCheckpoint, tiny_spec
 from torch import Tensor
 
 from specgen.errors import ModelError
 from specgen.model.spec import LayerSpec, ModelSpec, MoeSpec
 from specgen.model.weights import MoeWeights, load_weights
+from specgen.weights.packed import GroupedInt4, Nested
+from specgen.weights.reorder import reorder_outputs
 
 CPU = torch.device("cpu")
 
@@ -153,3 +156,21 @@ def test_a_bad_tensor_is_named(name: str, change: Tensor | None, message: str) -
         list(load_weights(MemoryCheckpoint(stored), tiny_spec(), CPU).layers)
     assert message in error.value.message
     assert "memory.safetensors" in error.value.message
+
+
+@pytest.mark.parametrize("kind", packed_weights())
+def test_outputs_can_be_reordered_without_decoding(kind: str) -> None:
+    weight = packed_weights()[kind]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    moved = reorder_outputs(weight, order)
+    assert type(moved) is type(weight)
+    assert torch.equal(moved.dequantize(), weight.dequantize()[order])
+    assert weight.bias is None or torch.equal(moved.bias, weight.bias[order])
+
+
+def test_nested_scales_move_with_their_outputs() -> None:
+    scale = Nested(torch.arange(1, 9).view(4, 2).to(torch.uint8), torch.arange(1.0, 5.0).view(4, 1))
+    nibbles = torch.arange(4 * 32).view(4, 32).to(torch.uint8)
+    weight = GroupedInt4(nibbles, scale, scale, 32)
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(reorder_outputs(weight, order).dequantize(), weight.dequantize()[order])

@@ -39,6 +39,7 @@ _POST_ONLY = NormNames(
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
+_GLM4_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
 def _all_sliding(config: Settings, layers: int) -> list[str]:
@@ -114,6 +115,14 @@ def _olmo2_traits(config: Settings) -> dict[str, Any]:
     return {"norms": _POST_ONLY, "qk_norm": "projection"}
 
 
+def _glm_traits(config: Settings) -> dict[str, Any]:
+    return {"rope_interleaved": True}
+
+
+def _glm4_traits(config: Settings) -> dict[str, Any]:
+    return {"rope_interleaved": True, "norms": _GLM4_NORMS}
+
+
 def _mixtral_moe(config: Settings, layer: int) -> MoeSpec | None:
     return MoeSpec(
         experts=config.count("num_local_experts"),
@@ -153,6 +162,7 @@ class Family:
 
 
 _GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "rms_norm_eps": 1e-6}
+_GLM_DEFAULTS = {"head_dim": 128, "partial_rotary_factor": 0.5}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
@@ -181,6 +191,8 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
     "granite": Family(_granite_traits),
     "olmo2": Family(_olmo2_traits),
+    "glm": Family(_glm_traits, defaults=_GLM_DEFAULTS),
+    "glm4": Family(_glm4_traits, defaults=_GLM_DEFAULTS),
 }
 """By `model_type`. SmolLM 1 and 2 and Phi-4-mini are "llama" and "phi3" there."""
 

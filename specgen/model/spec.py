@@ -80,6 +80,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     qk_norm: QkNorm | None = None
     norms: NormNames = NormNames()
+    rope_interleaved: bool = False  # stored q and k turn neighbouring pairs (GLM); loading puts them in halves
     norm_offset: float = 0.0  # stored norm weights are w - offset (Gemma: 1)
     bos: int | None = None
     eos: tuple[int, ...] = ()

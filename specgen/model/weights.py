@@ -19,6 +19,7 @@ from specgen.model.spec import LayerSpec, ModelSpec, MoeSpec
 from specgen.weights.base import Checkpoint
 from specgen.weights.formats import find_format
 from specgen.weights.packed import QuantLinear
+from specgen.weights.reorder import reorder_outputs
 
 Linear = Any
 """A QuantLinear, or what `Kernels.prepare` made of one."""
@@ -172,6 +173,9 @@ class _Loader:
         spec = self.spec
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         q_part, k_part, v_part = self._parts(prefix, ("q_proj", "k_proj", "v_proj"), "qkv_proj", (q, kv, kv))
+        rope = next((layer.rope for layer in spec.layers if layer.rope is not None), None)
+        if spec.rope_interleaved and rope is not None:
+            q_part, k_part = (_halves(part, spec.head_dim, rope.dims) for part in (q_part, k_part))
         return q_part, k_part, v_part
 
     def _mlp(self, prefix: str, layer: LayerSpec) -> MlpWeights | MoeWeights:
@@ -239,6 +243,14 @@ class _Loader:
             f"{self._checkpoint.path}: the tensor {key}.weight is {found}, but the config asks for {expected}",
             hint="the config and the weights belong to different models",
         )
+
+
+def _halves(weight: QuantLinear, head_dim: int, dims: int) -> QuantLinear:
+    """Outputs (heads · D, H) whose heads begin with `dims` rotated ones in pairs (x0, y0, x1, y1, …) → (x…, y…)."""
+    head = torch.arange(head_dim)
+    head = torch.cat((head[:dims:2], head[1:dims:2], head[dims:]))
+    heads = torch.arange(0, weight.shape[0], head_dim)
+    return reorder_outputs(weight, (heads[:, None] + head).flatten())
 
 
 def _dots(name: str) -> Iterator[int]:
