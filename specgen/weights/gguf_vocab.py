@@ -108,11 +108,15 @@ def to_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
 def _pre_tokenizer(vocab: GgufVocab) -> PreTokenizer:
     name = vocab.get("pre")
+    if not isinstance(name, str):
+        raise ModelError(
+            f"{vocab.path} does not say how its tokenizer splits text ({_KEY}pre)",
+            hint="the file is old: convert the model anew with a current llama.cpp, or use its safetensors version",
+        )
     if name not in PRE_TOKENIZERS:
         raise ModelError(
             f"{vocab.path}: the pre-tokenizer {name!r} ({_KEY}pre) is not known",
-            hint=nearest(str(name), PRE_TOKENIZERS)
-            or "convert the model anew with a current llama.cpp, or use its safetensors version",
+            hint=nearest(name, PRE_TOKENIZERS) or "use the model's safetensors version with its tokenizer.json",
         )
     return PRE_TOKENIZERS[name]
 
