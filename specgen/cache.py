@@ -6,6 +6,7 @@ Invariant kept by the engine: `length == len(committed) - 1` (the pending token'
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -98,6 +99,18 @@ class KVCache:
             for tensor in (self._k, self._v, self._k_scale, self._v_scale):
                 if tensor is not None:
                     tensor[:, :, target] = tensor[:, :, source]
+
+    def shadow(self) -> KVCache:
+        """A cache over the same storage with a length of its own, for a draft that shares this one's prefix: it reads
+        the slots committed here and writes only behind them, where the next transaction overwrites what it wrote."""
+        assert self._reserved == 0, "a transaction is open"
+        return copy.copy(self)
+
+    def follow(self, owner: KVCache) -> None:
+        """A shadow takes over its owner's length, dropping whatever it wrote itself."""
+        assert self._k is owner._k, "not a shadow of that cache"
+        assert owner._reserved == 0, "a transaction is open"
+        self._length, self._reserved = owner._length, 0
 
     def rollback(self, length: int | None = None) -> None:
         """Drop the open transaction; with `length`, also rewind to that many slots."""

@@ -28,6 +28,9 @@ class Draft:
     probs: tuple[Tensor | None, ...]  # N × (V,) draft_probs that the node was drawn from; None = chosen, a point mass
     source: str = ""  # which proposer, for the records
     match: int = 0  # tokens of context that the draft rests on, for the controller; 0 = the proposer cannot say
+    # How sure the proposer was of its first level, 0 … 1: a function of the prefix alone. Drafts may be dropped for it,
+    # and dropping one for what it happened to draw would change the distribution under `rejection`.
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.probs) > 0
@@ -54,12 +57,23 @@ class Draft:
 
     def first(self, count: int) -> Draft:
         """The first `count` nodes (parents come before children, so what is kept is a tree too)."""
-        return Draft(self.tokens[:count], self.parents[:count], self.probs[:count], self.source, self.match)
+        kept = (self.tokens[:count], self.parents[:count], self.probs[:count])
+        return Draft(*kept, self.source, self.match, self.confidence)
+
+    @property
+    def depths(self) -> list[int]:
+        """The level of each node, 1 for those that follow the pending token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
 
     @property
     def depth(self) -> int:
         """Levels of the tree: γ of a chain."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return max(depths)
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        """Continuations of the pending token: 1 for a chain."""
+        return self.parents.count(ROOT)

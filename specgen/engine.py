@@ -192,6 +192,8 @@ class Engine:
             reconcile_ms=1e3 * (self._clock() - verified),
             source=draft.source if draft else "none",
             match=draft.match if draft else 0,
+            width=draft.width if draft else 1,
+            confidence=draft.confidence if draft else None,
             fallback=fallback,
         )
         answer.policy.observe(record)
@@ -208,7 +210,7 @@ class Engine:
             return None, answer.policy.reason
         draft = answer.proposer.propose(self.committed, limit)
         if draft is None:
-            return None, f"{answer.proposer.name}: nothing to propose" if answer.proposer.name != "none" else None
+            return None, _nothing_proposed(answer.proposer)
         assert len(draft) <= limit
         trimmed = answer.policy.trim(draft)
         return trimmed, None if trimmed else answer.policy.reason
@@ -234,6 +236,12 @@ def _ending(draft: Draft | None, verdict: Verdict, kept: int) -> Ending:
         return "cut"
     leaf = verdict.path[-1] if verdict.path else -1
     return "corrected" if draft.children(leaf) else "bonus"
+
+
+def _nothing_proposed(proposer: Proposer) -> str | None:
+    if proposer.name == "none":
+        return None
+    return proposer.reason or f"{proposer.name}: nothing to propose"
 
 
 def _empty_record() -> CycleRecord:

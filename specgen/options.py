@@ -12,11 +12,12 @@ from typing import Literal, get_args
 
 from specgen.errors import UsageError, nearest
 
-ProposerName = Literal["auto", "ngram", "none"]
+ProposerName = Literal["auto", "ngram", "model", "mix", "skip", "none"]
 AcceptName = Literal["coupled", "rejection", "typical"]
 KVName = Literal["auto", "f32", "bf16", "int8"]
 
 MAX_GAMMA = 16
+MAX_TREE = 8
 SEED_LIMIT = 2**64
 
 
@@ -88,6 +89,16 @@ class NgramOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """A draft made by a model."""
+
+    stop_below: float = 0.0  # a draft ends at a token that the draft itself gives less probability than this
+
+    def __post_init__(self) -> None:
+        check_range("draft stop", self.stop_below, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """One answer."""
 
@@ -98,13 +109,16 @@ class RunOptions:
     proposer: ProposerName = "auto"
     gamma: int | None = None  # None: chosen each cycle
     accept: AcceptName = "coupled"
+    tree: int = 1  # continuations tried at each place; 1: a chain
     ngram: NgramOptions = field(default_factory=NgramOptions)
+    draft: DraftOptions = field(default_factory=DraftOptions)
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             check_range("max tokens", self.max_tokens, 1, math.inf)
         if self.gamma is not None:
             check_range("gamma", self.gamma, 0, MAX_GAMMA)
+        check_range("tree", self.tree, 1, MAX_TREE)
         check_choice("proposer", self.proposer, get_args(ProposerName))
         check_choice("acceptance rule", self.accept, get_args(AcceptName))
         if any(not text for text in self.stop):

@@ -27,6 +27,8 @@ class CycleRecord:
     reconcile_ms: float  # acceptance, cut, commit, report
     source: str = "none"  # the proposer that made the draft
     match: int = 0  # tokens of context that the draft rested on
+    width: int = 1  # continuations of the pending token in the draft
+    confidence: float | None = None  # of the draft's first level, where the proposer says
     fallback: str | None = None  # why there was no draft, when one was wanted
 
 

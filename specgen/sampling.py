@@ -17,7 +17,7 @@ from torch import Tensor
 from specgen.errors import ExitCode, SpecgenError, UsageError
 from specgen.kernels.base import NON_FINITE, Noise, Truncation
 from specgen.kernels.philox import uniform
-from specgen.kernels.reference import race, truncated_probs
+from specgen.kernels.reference import race, race_order, truncated_probs
 from specgen.options import SamplingOptions
 
 
@@ -120,9 +120,20 @@ class Sampler:
         _finite(self._kernels.argmax(adjusted[None])[0])
         return truncated_probs(adjusted, self._cut)
 
+    def likelihood(self, logits: Tensor, path: Sequence[int], token: int | None = None) -> float:
+        """The probability of `token` (None: of the likeliest) before truncation; at temperature 0 as if it were 1."""
+        adjusted = self.adjust(logits, path)
+        scaled = adjusted / (self.options.temperature or 1.0)
+        chosen = scaled.max() if token is None else scaled[token]
+        return float((chosen - scaled.logsumexp(-1)).exp())
+
     def draw(self, probs: Tensor, position: int, purpose: Purpose) -> int:
         """A token drawn from an explicit (V,) distribution (need not be normalised)."""
         return race(probs, Noise(self.options.seed, position, purpose))
+
+    def order(self, probs: Tensor, position: int, purpose: Purpose, count: int) -> list[int]:
+        """At most `count` tokens drawn without replacement; the first is what `draw` would give."""
+        return race_order(probs, Noise(self.options.seed, position, purpose), count)
 
     def coin(self, position: int, token: int) -> float:
         """Uniform in (0, 1): decides whether a drafted `token` at `position` is accepted under `rejection`."""

@@ -79,6 +79,7 @@ class ScriptedProposer:
     """Proposes what `guess(committed, limit)` returns."""
 
     name = "scripted"
+    reason: str | None = None
 
     def __init__(self, guess: Callable[[Sequence[int], int], Draft | None]) -> None:
         self.guess = guess

@@ -74,9 +74,23 @@ def race(probs: Tensor, noise: Noise) -> int:
 
     probs need not be normalised, but one must be positive.
     """
+    return race_order(probs, noise, 1)[0]
+
+
+def race_order(probs: Tensor, noise: Noise, count: int) -> list[int]:
+    """The first `count` tokens to arrive in the race of `race`, fewer when fewer have probs (V,) > 0.
+
+    They are a sample without replacement: given the earlier ones, each is drawn from what they left of probs,
+    normalised (Kool, van Hoof, Welling, "Stochastic beams and where to find them", 1903.06059).
+    """
     ids = probs.nonzero()[:, 0]
     arrival = exponentials(noise, ids) / probs[ids].double()
-    return int(ids[arrival.argmin()])
+    order: list[int] = []
+    for _ in range(min(count, len(ids))):
+        first = int(arrival.argmin())
+        order.append(int(ids[first]))
+        arrival[first] = torch.inf
+    return order
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ class Proposer(Protocol):
     """A proposer keeps whatever state it likes about the committed sequence; the loop tells it of every change."""
 
     name: str
+    reason: str | None  # why the last `propose` had nothing, where there is more to say than that
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
         """At most `limit` ≥ 1 nodes after `committed`, or None: decode plainly this cycle."""

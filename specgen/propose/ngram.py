@@ -27,6 +27,7 @@ class NgramProposer:
     period is drafted whole."""
 
     name = "ngram"
+    reason: str | None = None
 
     def __init__(self, options: NgramOptions | None = None) -> None:
         options = options or NgramOptions()

@@ -15,6 +15,7 @@ class NoProposer:
     """`--proposer none`."""
 
     name = "none"
+    reason: str | None = None
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
         return None
