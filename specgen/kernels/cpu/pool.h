@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include <sched.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -20,7 +21,9 @@
 #define SG_PAUSE() ((void)0)
 #endif
 
-constexpr int SPINS = 4000;  // some 40 µs: longer than any wait inside a step when nobody else wants the cores
+// A wait inside a step takes a microsecond when nobody else wants the cores. One that takes longer has a reason, often
+// that two of our threads share a core: then giving it away is what ends the wait. After that, sleep.
+constexpr int BUSY_SPINS = 200, SPINS = 400;
 
 struct alignas(64) Word {
     std::atomic<uint32_t> value{0};
@@ -29,7 +32,8 @@ struct alignas(64) Word {
     void wait_while(uint32_t seen) {
         for (int i = 0; i < SPINS; i++) {
             if (value.load(std::memory_order_acquire) != seen) return;
-            SG_PAUSE();
+            if (i < BUSY_SPINS) SG_PAUSE();
+            else sched_yield();
         }
         sleepers.fetch_add(1);
         while (value.load() == seen) value.wait(seen);
@@ -52,6 +56,7 @@ class Pool {
         epoch_.set(epoch_.value.load() + 1);
         for (auto& thread : *threads_) thread.join();
         delete threads_;
+        delete[] cpus_;
     }
 
     // function(thread number) on every thread; returns when all are done.
@@ -59,6 +64,7 @@ class Pool {
     void run(const F& function) {
         if (getpid() != owner_) restart_after_fork();
         if (size == 1) return function(0);
+        claim_cpu(0);
         context_ = &function;
         task_ = [](const void* context, int thread) { (*static_cast<const F*>(context))(thread); };
         epoch_.set(epoch_.value.load() + 1);
@@ -84,6 +90,8 @@ class Pool {
     void start() {
         owner_ = getpid();
         threads_ = new std::vector<std::thread>;
+        cpus_ = new std::atomic<int>[static_cast<size_t>(size)];
+        for (int i = 0; i < size; i++) cpus_[i] = -1;
         uint32_t epoch = epoch_.value.load();
         for (int i = 1; i < size; i++) threads_->emplace_back([this, i, epoch] { work(i, epoch); });
     }
@@ -95,11 +103,41 @@ class Pool {
         start();
     }
 
+    // Threads that wait for each other on one core make no progress, and on a busy machine the system leaves them there
+    // for long. A thread that finds itself on the core of a lower-numbered one moves to a free one of its own mask.
+    void claim_cpu(int thread) {
+#if defined(__linux__)
+        const int cpu = sched_getcpu();
+        cpus_[thread].store(cpu, std::memory_order_relaxed);
+        if (!taken_before(thread, cpu)) return;
+        cpu_set_t allowed;
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+        for (int other = 0; other < CPU_SETSIZE; other++) {
+            if (!CPU_ISSET(other, &allowed) || taken_before(size, other)) continue;
+            cpu_set_t one;
+            CPU_ZERO(&one);
+            CPU_SET(other, &one);
+            if (sched_setaffinity(0, sizeof one, &one) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+            cpus_[thread].store(other, std::memory_order_relaxed);
+            return;
+        }
+#else
+        (void)thread;
+#endif
+    }
+
+    bool taken_before(int thread, int cpu) const {
+        for (int i = 0; i < thread; i++)
+            if (cpus_[i].load(std::memory_order_relaxed) == cpu) return true;
+        return false;
+    }
+
     void work(int thread, uint32_t epoch) {
         for (;;) {
             epoch_.wait_while(epoch);
             epoch++;
             if (task_ == nullptr) return;
+            claim_cpu(thread);
             task_(context_, thread);
             barrier();
         }
@@ -109,6 +147,7 @@ class Pool {
     void (*task_)(const void*, int) = nullptr;
     const void* context_ = nullptr;
     std::vector<std::thread>* threads_ = nullptr;
+    std::atomic<int>* cpus_ = nullptr;  // where each thread was when the run began
     pid_t owner_ = 0;
 };
 
