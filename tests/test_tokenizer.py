@@ -128,6 +128,15 @@ def test_special_tokens_and_ends(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == len(tokenizer.token_strings()) == len(tokenizer_keys()["tokenizer.ggml.tokens"])
 
 
+def test_an_html_tag_ends_no_answer(tmp_path: Path) -> None:
+    keys = tokenizer_keys()
+    tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    tokens[-1], kinds[-1] = "</s>", 4  # user-defined, as in Gemma
+    tokenizer = gguf_tokenizer(tmp_path, **keys)
+    assert tokenizer.encode("a</s>", add_special=False)[-1] == len(tokens) - 1
+    assert len(tokens) - 1 not in tokenizer.eos_ids
+
+
 @pytest.mark.parametrize(
     ("pre", "flag", "added"),
     [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("llama-bpe", False, False)],

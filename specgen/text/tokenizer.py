@@ -84,8 +84,11 @@ class Tokenizer:
 
     def _end_ids(self, given: Iterable[int]) -> tuple[int, ...]:
         by_text = (self._core.token_to_id(text) for text in END_TEXTS)
-        found = [index for index in by_text if index is not None and index in self._added]
-        return tuple(dict.fromkeys(index for index in (*given, *found) if 0 <= index < self.vocab_size))
+        # Only special ones: Gemma and Qwen have </s> as an HTML tag too.
+        found = [index for index in by_text if index in self.special_ids]
+        return tuple(
+            dict.fromkeys(index for index in (*given, *found) if index is not None and 0 <= index < self.vocab_size)
+        )
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised. `add_special`: BOS (and what else the

@@ -140,7 +140,10 @@ def _byte_level(vocab: GgufVocab) -> Tokenizer:
 
 def _sentencepiece(vocab: GgufVocab) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocab.tokens)}
-    unknown = next((token for token, kind in zip(vocab.tokens, vocab.kinds, strict=True) if kind == UNKNOWN), None)
+    unknown = next(
+        (token for token, kind in zip(vocab.tokens, vocab.kinds, strict=True) if kind == UNKNOWN),
+        vocab.token("unknown_token_id"),
+    )
     bytes_known = all(f"<0x{byte:02X}>" in ids for byte in range(256))
     model = models.BPE(
         vocab=ids, merges=_merges_by_score(vocab, ids), unk_token=unknown, fuse_unk=True, byte_fallback=bytes_known
