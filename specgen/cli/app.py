@@ -15,6 +15,7 @@ import specgen
 from specgen.cli.console import ClosedPipeError, Console, guarded
 from specgen.cli.flags import grouped
 from specgen.cli.interrupt import terminate_politely
+from specgen.cli.models import models_app
 from specgen.cli.run import run
 
 SUMMARY = """Run a quantised language model on this machine: the same text, sooner, by exact speculative decoding.
@@ -56,12 +57,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=EXIT_CODES)(grouped(run))
-try:
-    from specgen.cli.models import models_app
-except ImportError:
-    pass
-else:
-    app.add_typer(models_app, name="models")
+app.add_typer(models_app, name="models")
 
 
 def _version(wanted: bool) -> None:

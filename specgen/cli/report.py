@@ -6,7 +6,6 @@ Knows: the records of one run and their names in JSON. Does not know: where a re
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from specgen.cli.status import DRAFT_WORD, Marks, fit, number, percent, rate
 from specgen.events import Finished, FinishReason, Started
 from specgen.options import RunOptions
 from specgen.records import RunRecord
+from specgen.text.sanitise import sanitise
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,14 +111,12 @@ def _speculation(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-# Characters that JSON lets through and a terminal may obey: DEL, C1 controls, line separators, bidirectional overrides.
-_STEERING = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
-
 def json_line(value: Mapping[str, Any]) -> str:
-    """One line of JSON in UTF-8 that is safe to show on a terminal."""
+    """One line of JSON in UTF-8. What a terminal may obey is escaped, as JSON allows inside its strings."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
+    if sanitise(line) == line:
+        return line
+    return "".join(c if sanitise(c) == c else json.dumps(c)[1:-1] if c != "\x7f" else "\\u007f" for c in line)
 
 
 def summary(outcome: Outcome, marks: Marks, columns: int) -> str:
