@@ -20,7 +20,7 @@ from specgen.weights.module import CONTRADICTION, FLOATS, Module, compact, quant
 from specgen.weights.packed import Fp8, GroupedInt4, GroupedInt8, QuantLinear, to_device
 
 METHODS = (None, "compressed-tensors", "fp8")
-"""Values of quant_method whose `weight_scale` is a factor; `fp8` is AutoFP8, which wrote whole bytes in the same way."""
+"""Values of quant_method whose `weight_scale` is a factor; `fp8` is AutoFP8, which writes whole bytes in this way."""
 
 READ = ("dense", "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "mixed-precision")
 HINT = "of compressed-tensors, " + ", ".join(READ[1:4]) + " without sparsity or transforms are read"

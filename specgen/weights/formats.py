@@ -18,6 +18,7 @@ from specgen.weights.gguf_k import GGUF_BLOCKS
 from specgen.weights.gguf_q4 import GgufQ4_0, GgufQ4_1
 from specgen.weights.gguf_q8 import GgufQ8_0
 from specgen.weights.gptq import Gptq, GptqV2
+from specgen.weights.quantise import QUANTISERS
 from specgen.weights.unread import unread_name
 
 FORMATS: tuple[WeightFormat, ...] = (
@@ -36,6 +37,7 @@ FORMATS: tuple[WeightFormat, ...] = (
     Bnb4("nf4"),
     Bnb4("fp4"),
     BnbInt8(),
+    *QUANTISERS.values(),
     Dense(),  # last: bitsandbytes can store its nibbles as a bfloat16 tensor named `weight`
 )
 
