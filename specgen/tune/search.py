@@ -1,0 +1,215 @@
+"""From traces and costs to a choice: predict every setting, keep the best few, choose among what was measured.
+
+Knows: predicted and measured speeds of settings by kind of text. Does not know: models, clocks, terminals.
+A speedup is a setting's speed over plain decoding's on the same text; over kinds it is the geometric mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+from statistics import fmean, median
+from typing import Literal
+
+from specgen.options import MAX_GAMMA, NgramOptions
+from specgen.propose.base import Proposer
+from specgen.propose.ngram import NgramProposer
+from specgen.propose.none import NoProposer
+from specgen.records import RunRecord
+from specgen.tune.controller import AutoGamma, FixedGamma
+from specgen.tune.predict import Costs
+from specgen.tune.replay import Policy, Trace, replay
+from specgen.tune.setting import PLAIN, Setting
+
+Objective = Literal["tok/s", "p95"]
+
+GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+NGRAMS = ((2, 4), (1, 3), (2, 6), (3, 6), (4, 8))
+"""Smallest and largest n-gram that are tried."""
+FLOOR = 0.97
+"""A setting that makes any kind of text slower than this share of plain decoding is not chosen."""
+CERTAINTY = 1.645
+"""Standard errors below the estimate that must still beat plain: one in twenty lucky settings gets through."""
+
+ProposerMaker = Callable[[Setting, Trace], Proposer]
+
+
+def candidates(gammas: Sequence[int] = GAMMAS, ngrams: Sequence[tuple[int, int]] = NGRAMS) -> list[Setting]:
+    """Every setting that is searched; plain is the first."""
+    found = [PLAIN]
+    for n_min, n_max in ngrams:
+        found += [Setting("ngram", gamma, n_max, n_min) for gamma in (None, *gammas)]
+    return found
+
+
+def lookup_proposer(setting: Setting, trace: Trace) -> Proposer:
+    """Proposers that need no model."""
+    assert setting.proposer in ("none", "ngram")
+    return NoProposer() if setting.is_plain else NgramProposer(NgramOptions(setting.n_max, setting.n_min))
+
+
+def policy_of(setting: Setting, costs: Costs, context_tokens: int) -> Policy:
+    """The γ policy that the session would use, with the calibrated table."""
+    if setting.gamma is not None:
+        return FixedGamma(setting.gamma)
+    return AutoGamma(costs.at(context_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One setting on all traces."""
+
+    setting: Setting
+    ms_per_token: Mapping[str, float]  # by kind
+    gap_p95_ms: Mapping[str, float]  # by kind
+    yields: Mapping[str, float]  # E[Y], by kind
+    records: Mapping[str, Sequence[RunRecord]] = field(repr=False, default_factory=dict)
+
+    def speedups(self, plain: Prediction, objective: Objective = "tok/s") -> dict[str, float]:
+        """By kind; > 1 is better than plain."""
+        mine, theirs = (self._figures(objective), plain._figures(objective))
+        return {kind: theirs[kind] / mine[kind] for kind in mine if mine[kind] > 0}
+
+    def _figures(self, objective: Objective) -> Mapping[str, float]:
+        return self.ms_per_token if objective == "tok/s" else self.gap_p95_ms
+
+
+def predict(
+    setting: Setting, traces: Mapping[str, Sequence[Trace]], costs: Costs, make: ProposerMaker = lookup_proposer
+) -> Prediction:
+    """Replay `setting` on the traces of every kind."""
+    ms: dict[str, float] = {}
+    gaps: dict[str, float] = {}
+    yields: dict[str, float] = {}
+    records: dict[str, list[RunRecord]] = {}
+    for kind, known in traces.items():
+        runs = [
+            replay(trace, make(setting, trace), policy_of(setting, costs, len(trace.prompt)), costs) for trace in known
+        ]
+        tokens = sum(run.completion_tokens for run in runs)
+        ms[kind] = sum(run.ttft_ms + run.decode_ms for run in runs) / max(1, tokens)
+        gaps[kind] = fmean(run.gap_percentile_ms(95) or 0.0 for run in runs)
+        yields[kind] = tokens / max(1, sum(len(run.cycles) for run in runs))
+        records[kind] = runs
+    return Prediction(setting, ms, gaps, yields, records)
+
+
+def search(
+    settings: Sequence[Setting],
+    traces: Mapping[str, Sequence[Trace]],
+    costs: Costs,
+    make: ProposerMaker = lookup_proposer,
+) -> Iterator[Prediction]:
+    """One prediction for each setting, as they are made."""
+    for setting in settings:
+        yield predict(setting, traces, costs, make)
+
+
+def overall(speedups: Mapping[str, float]) -> float:
+    """Geometric mean over kinds; 1 when there are none."""
+    return exp(fmean(log(value) for value in speedups.values())) if speedups else 1.0
+
+
+def ranked(predictions: Sequence[Prediction], objective: Objective = "tok/s") -> list[Prediction]:
+    """Best first: those that no kind of text suffers from, then by overall speedup."""
+    plain = next(p for p in predictions if p.setting.is_plain)
+
+    def worth(prediction: Prediction) -> tuple[bool, float]:
+        speedups = prediction.speedups(plain, objective)
+        return min(speedups.values(), default=1.0) >= FLOOR, overall(speedups)
+
+    return sorted(predictions, key=worth, reverse=True)
+
+
+def shortlist(predictions: Sequence[Prediction], count: int, objective: Objective = "tok/s") -> list[Setting]:
+    """At most `count` settings to confirm by running: the best that differ, one that adapts γ among them."""
+    order = [p.setting for p in ranked(predictions, objective) if not p.setting.is_plain]
+    chosen = order[:count]
+    adaptive = next((setting for setting in order if setting.gamma is None), None)
+    if adaptive is not None and chosen and adaptive not in chosen:
+        chosen[-1] = adaptive
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with the range that noise leaves it."""
+
+    low: float
+    middle: float
+    high: float
+    count: int
+
+    @classmethod
+    def of_ratios(cls, ratios: Mapping[str, Sequence[float]]) -> Interval:
+        """The geometric mean over kinds of each kind's median ratio, with its standard error from the spread of the
+        ratios within kinds. Kinds with one ratio lend no spread of their own: they take that of the others."""
+        logs = {kind: [log(ratio) for ratio in values] for kind, values in ratios.items() if values}
+        if not logs:
+            return cls(0.0, 1.0, float("inf"), 0)
+        middles = {kind: median(values) for kind, values in logs.items()}
+        count = sum(len(values) for values in logs.values())
+        middle = fmean(middles.values())
+        residuals = [value - middles[kind] for kind, values in logs.items() for value in values]
+        freedom = count - len(logs)
+        if freedom < 1:
+            return cls(0.0, exp(middle), float("inf"), count)
+        spread = sqrt(sum(r * r for r in residuals) / freedom)
+        # A median is a little less certain than a mean (√(π/2)), kinds with few pairs more than others.
+        error = 1.2533 * spread * sqrt(sum(1 / len(values) for values in logs.values())) / len(logs)
+        return cls(exp(middle - CERTAINTY * error), exp(middle), exp(middle + CERTAINTY * error), count)
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """One setting, run in turns with plain decoding: ratios of plain's figure to its own, by kind."""
+
+    setting: Setting
+    ratios: Mapping[str, Sequence[float]]
+
+    @property
+    def speedup(self) -> Interval:
+        return Interval.of_ratios(self.ratios)
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        return {kind: median(values) for kind, values in self.ratios.items() if values}
+
+    @property
+    def worst(self) -> float:
+        return min(self.by_kind.values(), default=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    setting: Setting
+    speedup: Interval
+    why: str
+
+
+def choose(confirmed: Sequence[Confirmed]) -> Choice:
+    """The fastest setting that beats plain by more than the noise and slows no kind of text; plain otherwise."""
+    even = Interval(1.0, 1.0, 1.0, 0)
+    if not confirmed:
+        return Choice(PLAIN, even, "no setting is predicted to beat plain decoding")
+    best = max(confirmed, key=lambda one: one.speedup.middle)
+    sure = [one for one in confirmed if one.speedup.low > 1.0]
+    if not sure:
+        return Choice(PLAIN, even, f"nothing beats plain decoding by more than the noise ({_range(best)})")
+    fair = [one for one in sure if one.worst >= FLOOR]
+    if not fair:
+        slowest = min(best.by_kind.items(), key=lambda item: item[1])
+        reason = f"every setting slows some kind of text ({best.setting.label}: {slowest[0]} {slowest[1]:.2f}x)"
+        return Choice(PLAIN, even, reason)
+    chosen = max(fair, key=lambda one: one.speedup.middle)
+    return Choice(chosen.setting, chosen.speedup, f"measured against plain decoding in turns ({_range(chosen)})")
+
+
+def _range(one: Confirmed) -> str:
+    found = one.speedup
+    high = "∞" if found.high == float("inf") else f"{found.high:.2f}"
+    return f"{one.setting.label}: {found.middle:.2f}x, {found.low:.2f} to {high} with the noise"
+
+
+assert max(GAMMAS) <= MAX_GAMMA

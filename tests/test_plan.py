@@ -1,0 +1,152 @@
+"""Stored plans: what is written is read back, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specgen.errors import SpecgenError
+from specgen.options import RunOptions
+from specgen.tune.plan import Bench, Plan, PlanStore, context_class, temperature_class
+from specgen.tune.predict import Costs, ProposeMs
+from specgen.tune.setting import PLAIN, Setting
+
+BENCH = Bench(digest="d" * 64, device="a CPU, 2 threads, kv bf16", versions="specgen 0.1.0, torch 2.13")
+PLAN = Plan(
+    bench=BENCH,
+    model="tiny",
+    temperature="greedy",
+    context="short",
+    setting=Setting("ngram", 5, 6, 3),
+    speedup=(1.1, 1.2, 1.3),
+    by_kind={"chat": 1.0, "code": 1.5},
+    costs=Costs({128: {1: 10.0, 5: 14.0}, 1024: {1: 12.0}}, 0.1, 0.2, {"ngram": ProposeMs(0.01, 0.0)}),
+    objective="tok/s",
+    created="2026-01-02T03:04:05+00:00",
+    why="measured",
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PlanStore:
+    return PlanStore(tmp_path / "plans")
+
+
+def test_a_plan_comes_back_as_it_was(store: PlanStore) -> None:
+    path = store.save(PLAN)
+    assert PlanStore.read(path) == PLAN
+    assert store.book(BENCH).plans == (PLAN,)
+    assert [p.name for p in store.folder.iterdir()] == [path.name], "no temporary file stays"
+
+
+def test_saving_again_replaces(store: PlanStore) -> None:
+    store.save(PLAN)
+    later = replace(PLAN, setting=PLAIN, created="2026-02-02T00:00:00+00:00")
+    store.save(later)
+    assert store.book(BENCH).plans == (later,)
+
+
+def test_classes_are_kept_apart(store: PlanStore) -> None:
+    warm = replace(PLAN, temperature="sampled", setting=PLAIN)
+    store.save(PLAN)
+    store.save(warm)
+    book = store.book(BENCH)
+    assert book.choice(0.0, 100) == PLAN
+    assert book.choice(0.8, 100) == warm
+    assert book.choice(0.0, 5000) is None
+    assert book.costs is not None
+    assert (temperature_class(0.0), temperature_class(0.1)) == ("greedy", "sampled")
+    assert (context_class(2047), context_class(2048)) == ("short", "long")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"device": "another CPU"}, "another CPU"),
+        ({"versions": "specgen 0.0.9"}, "specgen 0.0.9"),
+    ],
+)
+def test_a_stale_plan_is_ignored_with_a_note(store: PlanStore, change: dict[str, str], word: str) -> None:
+    store.save(replace(PLAN, bench=replace(BENCH, **change)))
+    book = store.book(BENCH)
+    assert book.plans == ()
+    assert len(book.notes) == 1
+    assert word in book.notes[0]
+
+
+def test_a_fresh_plan_silences_the_stale_one(store: PlanStore) -> None:
+    store.save(replace(PLAN, bench=replace(BENCH, device="another CPU")))
+    store.save(PLAN)
+    assert store.book(BENCH).plans == (PLAN,)
+    assert store.book(BENCH).notes == ()
+
+
+def test_plans_of_other_models_are_not_seen(store: PlanStore) -> None:
+    store.save(replace(PLAN, bench=replace(BENCH, digest="e" * 64)))
+    assert store.book(BENCH).plans == ()
+    assert store.book(BENCH).notes == ()
+
+
+def damaged(**changes: object) -> dict[str, object]:
+    return {**PLAN.to_json(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (damaged(colour="blue"), "colour"),
+        (damaged(schema=99), "schema"),
+        (damaged(temperature="hot"), "class"),
+        (damaged(speedup=[1.0]), "speedup"),
+        (damaged(speedup=[1.0, -1.0, 2.0]), "number"),
+        (damaged(by_kind={"chat": "fast"}), "number"),
+        (damaged(why=7), "text"),
+        (damaged(setting={**PLAN.setting.to_json(), "gamma": 99}), "gamma"),
+        (damaged(setting={**PLAN.setting.to_json(), "gama": 2}), "gama"),
+        (damaged(setting={"gamma": 2}), "no 'proposer'"),
+        (damaged(costs={"steps": {}, "token_ms": 0, "cycle_ms": 0, "propose": {}}), "empty"),
+        (damaged(costs={"steps": {"x": {"1": 1}}, "token_ms": 0, "cycle_ms": 0, "propose": {}}), "counts"),
+        (damaged(costs={"steps": {"1": {"1": True}}, "token_ms": 0, "cycle_ms": 0, "propose": {}}), "number"),
+        ([], "object"),
+        ("text", "object"),
+    ],
+)
+def test_a_damaged_plan_is_refused_and_run_goes_on(store: PlanStore, value: object, word: str) -> None:
+    path = store.save(PLAN)
+    path.write_text(json.dumps(value))
+    with pytest.raises(SpecgenError) as failure:
+        PlanStore.read(path)
+    assert word in failure.value.message
+    book = store.book(BENCH)
+    assert book.plans == ()
+    assert path.name in book.notes[0]
+    assert store.all() == []
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"NaN", b" " * (2 << 20)])
+def test_bytes_that_are_no_plan(store: PlanStore, data: bytes) -> None:
+    path = store.save(PLAN)
+    path.write_bytes(data)
+    assert store.book(BENCH).plans == ()
+
+
+def test_forget_removes_stale_and_broken_plans_of_that_model_alone(store: PlanStore) -> None:
+    other = replace(PLAN, bench=replace(BENCH, digest="e" * 64))
+    store.save(other)
+    store.save(replace(PLAN, bench=replace(BENCH, device="another CPU")))
+    store.save(PLAN).write_text("{")
+    assert store.forget(BENCH.digest) == 2
+    assert store.all() == [other]
+    assert store.forget(BENCH.digest) == 0
+
+
+def test_settings_become_options() -> None:
+    options = Setting("ngram", 5, 6, 3).options(RunOptions(max_tokens=7))
+    assert (options.proposer, options.gamma, options.ngram.n_max, options.ngram.n_min) == ("ngram", 5, 6, 3)
+    assert options.max_tokens == 7
+    assert PLAIN.label == "plain"
+    assert Setting("ngram", 0).is_plain
+    assert Setting().label == "ngram 2-4 γ auto"

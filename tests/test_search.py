@@ -1,0 +1,130 @@
+"""Choosing on made-up traces and costs, where the right answer is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specgen.tune.predict import Costs
+from specgen.tune.replay import Trace
+from specgen.tune.search import (
+    Confirmed,
+    Interval,
+    candidates,
+    choose,
+    overall,
+    ranked,
+    search,
+    shortlist,
+)
+from specgen.tune.setting import PLAIN, Setting
+
+LOOP = tuple(range(10, 20)) * 12
+RANDOM = tuple(random.Random(1).sample(range(1000, 9000), 120))
+FLAT = Costs({0: dict.fromkeys(range(1, 18), 10.0)})
+STEEP = Costs({0: {rows: 10.0 * rows for rows in range(1, 18)}})
+SLOPED = Costs({0: {rows: 10.0 + 2.0 * (rows - 1) for rows in range(1, 18)}})
+
+
+def trace(answer: tuple[int, ...]) -> Trace:
+    return Trace((1, 2, 3), answer, len(answer), 4096)
+
+
+def predictions(costs: Costs, **kinds: tuple[int, ...]):
+    return list(search(candidates(), {kind: [trace(answer)] for kind, answer in kinds.items()}, costs))
+
+
+def test_a_loop_on_flat_costs_wants_the_deepest_draft() -> None:
+    found = predictions(FLAT, loop=LOOP)
+    best = ranked(found)[0]
+    assert best.setting.gamma in (16, None)
+    assert best.speedups(found[0])["loop"] > 5
+    assert best.yields["loop"] > 5
+
+
+def test_costs_that_grow_with_rows_leave_plain_the_best() -> None:
+    found = predictions(STEEP, loop=LOOP, random=RANDOM)
+    assert ranked(found)[0].speedups(found[0]) == pytest.approx({"loop": 1.0, "random": 1.0}, abs=0.02)
+
+
+def test_text_without_repeats_costs_nothing_to_look_up() -> None:
+    found = predictions(SLOPED, random=RANDOM)
+    assert all(p.yields["random"] == 1.0 for p in found)
+    assert all(p.speedups(found[0])["random"] == pytest.approx(1.0) for p in found)
+
+
+def test_a_setting_that_hurts_one_kind_ranks_behind_one_that_does_not() -> None:
+    # Token 7 comes back all the time and is never followed by the same: single-token lookups fail.
+    mocking = tuple(token for pair in zip([7] * 60, range(2000, 2060), strict=True) for token in pair)
+    found = predictions(SLOPED, loop=LOOP, mocking=mocking)
+    order = ranked(found)
+    plain = found[0]
+    assert min(order[0].speedups(plain).values()) >= 0.97
+    hurting = [p for p in order if min(p.speedups(plain).values()) < 0.97]
+    assert hurting, "some setting must be bad, or the test shows nothing"
+    assert max(overall(p.speedups(plain)) for p in hurting) > 1.2, "and good on the whole"
+    assert order[-len(hurting) :] == hurting
+
+
+def test_shortlist_holds_an_adaptive_setting_and_no_plain() -> None:
+    found = predictions(FLAT, loop=LOOP)
+    few = shortlist(found, 2)
+    assert len(few) == 2
+    assert PLAIN not in few
+    assert any(setting.gamma is None for setting in few)
+
+
+def test_p95_prefers_plain_when_wide_steps_are_slow() -> None:
+    found = predictions(SLOPED, loop=LOOP)
+    plain = found[0]
+    deep = next(p for p in found if p.setting.gamma == 1 and p.setting.n_max == 4)
+    assert overall(deep.speedups(plain, "p95")) < 1.0 < overall(deep.speedups(plain))
+
+
+def ratios(centre: float, noise: float, count: int, seed: int = 0) -> dict[str, list[float]]:
+    rng = random.Random(seed)
+    return {kind: [centre * (1 + rng.gauss(0, noise)) for _ in range(count)] for kind in ("a", "b", "c")}
+
+
+def test_interval_tightens_with_pairs_and_holds_the_truth() -> None:
+    few, many = (Interval.of_ratios(ratios(1.2, 0.05, n)) for n in (3, 30))
+    assert few.low < 1.2 < few.high
+    assert many.high - many.low < few.high - few.low
+    inside = [Interval.of_ratios(ratios(1.0, 0.1, 5, seed)) for seed in range(400)]
+    lucky = sum(one.low > 1.0 for one in inside) / 400
+    assert lucky < 0.09, "about one in twenty may look better than plain by luck"
+
+
+def test_one_pair_of_each_kind_proves_nothing() -> None:
+    found = Interval.of_ratios({"a": [1.5], "b": [1.4]})
+    assert (found.low, found.count) == (0.0, 2)
+    assert Interval.of_ratios({}).count == 0
+
+
+FAST, SLOW = Setting("ngram", 4), Setting("ngram", 2)
+
+
+def test_the_fastest_sure_setting_is_chosen() -> None:
+    choice = choose([Confirmed(SLOW, ratios(1.1, 0.01, 5)), Confirmed(FAST, ratios(1.3, 0.01, 5))])
+    assert choice.setting == FAST
+    assert 1.25 < choice.speedup.low < 1.3 < choice.speedup.high < 1.35
+
+
+def test_noise_keeps_plain_and_says_so() -> None:
+    choice = choose([Confirmed(FAST, ratios(1.05, 0.4, 3))])
+    assert choice.setting == PLAIN
+    assert "noise" in choice.why
+
+
+def test_a_setting_that_slows_a_kind_is_not_chosen() -> None:
+    bad = {**ratios(1.4, 0.01, 5), "story": [0.9, 0.91, 0.9]}
+    choice = choose([Confirmed(FAST, bad), Confirmed(SLOW, ratios(1.1, 0.01, 5))])
+    assert choice.setting == SLOW
+    choice = choose([Confirmed(FAST, bad)])
+    assert choice.setting == PLAIN
+    assert "story" in choice.why
+
+
+def test_nothing_confirmed_means_plain() -> None:
+    assert choose([]).setting == PLAIN
