@@ -77,3 +77,10 @@ class Draft:
     def width(self) -> int:
         """Continuations of the pending token: 1 for a chain."""
         return self.parents.count(ROOT)
+
+    @property
+    def level_sizes(self) -> list[int]:
+        """For each level, how many leading nodes come before the first that is deeper."""
+        depths = self.depths
+        levels = range(1, max(depths))
+        return [*(next(node for node, depth in enumerate(depths) if depth > level) for level in levels), len(self)]

@@ -42,8 +42,8 @@ class GammaPolicy(Protocol):
 
     reason: str | None
 
-    def limit(self) -> int:
-        """The most nodes worth asking the proposer for in this cycle; 0 = decode plainly."""
+    def limit(self, source: str) -> int:
+        """The most nodes worth asking that proposer for in this cycle; 0 = decode plainly."""
         ...
 
     def trim(self, draft: Draft) -> Draft | None:
@@ -205,7 +205,7 @@ class Engine:
         room = min(budget - 1, self.runner.widths[-1] - 1, self.cache.room() - 1)
         if room < 1:
             return None, "no room for a draft before the end"
-        limit = min(room, answer.policy.limit())
+        limit = min(room, answer.policy.limit(answer.proposer.name))
         if limit < 1:
             return None, answer.policy.reason
         draft = answer.proposer.propose(self.committed, limit)

@@ -9,9 +9,10 @@ import pytest
 
 from specgen.draft import Draft
 from specgen.records import CycleRecord
-from specgen.tune.controller import PROBE_FIRST, AutoGamma
+from specgen.tune.controller import AutoGamma, FixedGamma
 from specgen.tune.cost import CostTable
-from specgen.tune.survival import SurvivalEstimate, kind_of
+from specgen.tune.probes import FIRST
+from specgen.tune.survival import SurvivalEstimate, all_of, kind_of
 
 
 def run(policy: AutoGamma, cost, accept, cycles: int, match: int = 4) -> list[int]:
@@ -19,7 +20,7 @@ def run(policy: AutoGamma, cost, accept, cycles: int, match: int = 4) -> list[in
     rng = random.Random(1)
     gammas = []
     for cycle in range(cycles):
-        limit = min(8, policy.limit())
+        limit = min(8, policy.limit("ngram"))
         draft = policy.trim(Draft.chain([1] * limit, source="ngram", match=match)) if limit else None
         gamma = len(draft) if draft else 0
         kept = 0
@@ -110,10 +111,10 @@ def test_expected_speed_is_the_formula() -> None:
 
 
 def test_probe_waits_twice_as_long_each_time() -> None:
-    policy = AutoGamma(CostTable(known_ms={1: 1.0, 2: 2.0, 9: 9.0}))
-    probes = [cycle for cycle, gamma in enumerate(run(policy, compute_bound, lambda _: 0.0, 300)) if gamma]
+    cost = lambda rows: 5 + 0.2 * rows  # noqa: E731
+    probes = [cycle for cycle, gamma in enumerate(run(AutoGamma(), cost, lambda _: 0.0, 900)) if gamma]
     gaps = (b - a for a, b in itertools.pairwise(probes))
-    waits = list(itertools.dropwhile(lambda gap: gap < PROBE_FIRST, gaps))  # the first few drafts are no probes yet
+    waits = list(itertools.dropwhile(lambda gap: gap < FIRST, gaps))  # the first few drafts are no probes yet
     assert waits == sorted(waits)
     assert waits[-1] >= 2 * waits[0]
 
@@ -154,9 +155,185 @@ def test_survival_is_a_decreasing_product() -> None:
     assert s[2] < 0.15
 
 
+def test_the_prior_fades() -> None:
+    """Worthless drafts are refused even where a row costs very little more."""
+    gammas = run(AutoGamma(), lambda rows: 5 + 0.25 * rows, lambda _: 0.0, 400)
+    assert sum(gamma > 0 for gamma in gammas[60:]) <= 12
+
+
 def test_a_cut_answer_says_nothing_about_what_was_behind_it() -> None:
     cut, rejected = SurvivalEstimate(), SurvivalEstimate()
     kind = kind_of("ngram", 8)
     cut.observe(kind, 4, 1, cut=True)
     rejected.observe(kind, 4, 1)
     assert cut.survival(kind, 2)[1] > rejected.survival(kind, 2)[1]
+
+
+# A draft model pays for every level, so its γ is chosen before it begins.
+
+
+class Bench:
+    """Cycles of a policy against a synthetic draft model: t_propose = levels · draft_ms (+ what it has not read)."""
+
+    def __init__(self, policy: AutoGamma, draft_ms: float, cost=lambda rows: 10 + 0.3 * rows, read_ms: float = 0.0):
+        self.policy, self.draft_ms, self.cost, self.read_ms = policy, draft_ms, cost, read_ms
+        self.rng = random.Random(2)
+        self.unread = 0
+        self.ms = 0.0
+        self.tokens = 0
+
+    def cycle(self, accept: float, confidence: float | None = None, stop: int | None = None) -> int:
+        """Levels that were asked for; `stop`: the draft ends after so many of its own accord."""
+        limit = self.policy.limit("model")
+        levels = limit // self.policy.width
+        draft, propose_ms = None, 0.0
+        if levels:
+            propose_ms = levels * self.draft_ms + self.unread * self.read_ms
+            self.unread = 0
+            draft = self.policy.trim(comb(min(levels, stop or levels), self.policy.width, confidence))
+        depth = draft.depth if draft else 0
+        kept = 0
+        while kept < depth and self.rng.random() < accept:
+            kept += 1
+        record = CycleRecord(
+            proposed=len(draft) if draft else 0,
+            depth=depth,
+            accepted=kept,
+            committed=kept + 1,
+            ending="plain" if not draft else "bonus" if kept == depth else "corrected",
+            propose_ms=propose_ms,
+            verify_ms=self.cost(1 + (len(draft) if draft else 0)),
+            reconcile_ms=0.0,
+            source="model" if draft else "none",
+            confidence=confidence if draft else None,
+        )
+        self.policy.observe(record)
+        self.unread += kept + 1
+        self.ms += record.propose_ms + record.verify_ms
+        self.tokens += kept + 1
+        return levels
+
+    def cycles(self, count: int, accept: float, **more) -> list[int]:
+        return [self.cycle(accept, **more) for _ in range(count)]
+
+    @property
+    def against_plain(self) -> float:
+        """Speed over plain decoding's."""
+        return self.tokens * self.cost(1) / self.ms
+
+
+def comb(levels: int, width: int, confidence: float | None = None) -> Draft:
+    """A chain of which every token has width - 1 siblings."""
+    parents = [-1 if level == 0 else (level - 1) * width for level in range(levels) for _ in range(width)]
+    tokens = tuple(range(len(parents)))
+    return Draft(tokens, tuple(parents), (None,) * len(parents), "model", confidence=confidence)
+
+
+def model_policy(share: float = 0.1, width: int = 1) -> AutoGamma:
+    return AutoGamma(width=width, drafting={"model": share})
+
+
+def test_a_cheap_good_draft_goes_deep_and_a_dear_one_shallow() -> None:
+    cheap = Bench(model_policy(), 0.2).cycles(200, 0.9)
+    dear = Bench(model_policy(), 4.0).cycles(200, 0.9)
+    assert sum(cheap[100:]) > 1.5 * sum(dear[100:]) > 0
+
+
+def test_the_depth_is_near_the_best_fixed_one() -> None:
+    for draft_ms, accept in ((0.5, 0.8), (2.0, 0.8), (1.0, 0.5), (3.0, 0.9)):
+        auto = Bench(model_policy(), draft_ms)
+        auto.cycles(2000, accept)
+        speeds = []
+        for gamma in range(17):
+            expected = sum(accept**k for k in range(gamma + 1))
+            speeds.append(expected * auto.cost(1) / (auto.cost(1 + gamma) + gamma * draft_ms))
+        assert auto.against_plain > 0.95 * max(speeds)
+
+
+@pytest.mark.parametrize("draft_ms", [2.0, 9.0])
+@pytest.mark.parametrize("read_ms", [0.0, 0.05, 2.0])
+def test_a_worthless_model_costs_less_than_three_percent(draft_ms: float, read_ms: float) -> None:
+    """Even when a probe must first read all that was committed since the last one: dear reading is not tried again."""
+    bench = Bench(model_policy(0.3), draft_ms, read_ms=read_ms)
+    levels = bench.cycles(1500, 0.02)
+    assert bench.against_plain > 0.97
+    assert sum(level > 0 for level in levels[200:]) <= 16
+    if read_ms < 1.0:
+        assert any(levels[200:]), "probed, if rarely"
+    assert bench.policy.reason == "model: drafts are not worth their cost here"
+
+
+def test_probes_without_a_budget_would_cost_more() -> None:
+    """The mutant of the bound above: probes by count alone."""
+    bench = Bench(model_policy(0.3), 9.0, read_ms=2.0)
+    bench.policy._probes.spent = lambda ms, lost_ms: None  # type: ignore[method-assign]
+    bench.policy._read_ms = {"model": 0.0}
+    bench.policy._observe_proposing = lambda source, ms: None  # type: ignore[method-assign]
+    bench.cycles(1500, 0.02)
+    assert bench.against_plain < 0.95
+
+
+def test_a_change_of_text_is_followed_by_a_model() -> None:
+    bench = Bench(model_policy(), 0.5)
+    bench.cycles(150, 0.0)
+    assert sum(bench.cycles(120, 0.9)[60:]) / 60 > 4
+    assert sum(level > 0 for level in bench.cycles(120, 0.0)[40:]) <= 10
+
+
+def test_no_oscillation_where_a_draft_just_pays() -> None:
+    levels = Bench(model_policy(), 1.0).cycles(600, 0.6)[200:]
+    changes = sum((a > 0) != (b > 0) for a, b in itertools.pairwise(levels))
+    assert changes <= 24
+
+
+def test_confidence_is_judged_apart() -> None:
+    policy = model_policy()
+    bench = Bench(policy, 0.2, cost=lambda rows: 10 + 2.0 * rows)
+    for _ in range(150):
+        bench.cycle(0.95, confidence=0.99)
+        bench.cycle(0.0, confidence=0.1)
+    assert policy.survival.survival(kind_of("model", 0, 0.99), 2)[1] > 0.7
+    assert policy.survival.survival(kind_of("model", 0, 0.1), 1)[0] < 0.2
+    assert policy.worth(comb(4, 1, 0.99))
+    assert not policy.worth(comb(4, 1, 0.1))
+
+
+def test_drafts_that_stop_early_are_not_asked_for_depth() -> None:
+    patient, hasty = (Bench(model_policy(), 1.5) for _ in range(2))
+    patient.cycles(200, 0.95)
+    hasty.cycles(200, 0.95, stop=2)
+    assert hasty.policy.best_depth("model") < patient.policy.best_depth("model")
+    assert hasty.policy.survival.survival(all_of("model"), 4)[2] < 0.5
+
+
+def test_a_trees_rows_are_paid_for() -> None:
+    """The same acceptance by level: a wider tree is shallower, and is cut at whole levels."""
+    chain, tree = (Bench(model_policy(width=width), 0.2, cost=lambda rows: 10 + 1.0 * rows) for width in (1, 3))
+    depths = [sum(bench.cycles(200, 0.85)[100:]) for bench in (chain, tree)]
+    assert 0 < depths[1] < depths[0]
+    trimmed = tree.policy.trim(comb(8, 3))
+    assert trimmed is not None
+    assert len(trimmed) % 3 == 0
+
+
+def test_lookup_in_a_mix_is_not_charged_for_the_model() -> None:
+    policy = model_policy()
+    run(policy, memory_bound, lambda _: 0.9, 50)
+    assert policy._lookup_ms < 0.02
+    assert policy.limit("ngram") == policy.most
+    assert policy._propose["model"].known == {}
+
+
+def test_fixed_gamma_is_a_number_of_levels() -> None:
+    assert FixedGamma(3, width=2).limit("model") == 6
+    assert FixedGamma(0).limit() == 0
+    assert FixedGamma(0).reason == "gamma is 0"
+
+
+def test_another_answer_forgets_parking_but_not_costs() -> None:
+    bench = Bench(model_policy(), 2.0)
+    bench.cycles(400, 0.0)
+    known = bench.policy.costs.known
+    bench.policy.new_text()
+    assert bench.policy.costs.known == known
+    assert any(bench.cycles(FIRST + 60, 0.0)), "tried again soon"

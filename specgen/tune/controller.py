@@ -1,36 +1,45 @@
-"""γ, cycle by cycle: from the cost table and the observed survival, with γ = 0 always a candidate.
+"""γ, cycle by cycle: from the cost tables and the observed survival, with γ = 0 always a candidate.
 
-Knows: t(R), s_k, and the records of past cycles. Does not know: tokens, models, clocks. DESIGN promise 4.
+Knows: t(R), t_propose(γ), s_k, and the records of past cycles. Does not know: tokens, models, clocks. DESIGN promise 4.
+
+A lookup costs next to nothing, so it is asked for a whole draft, which is then trimmed by what it says of itself. A
+model pays for every level: how deep it may go is decided before it begins, by how its drafts fared lately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from specgen.draft import Draft
 from specgen.options import MAX_GAMMA
 from specgen.records import CycleRecord
 from specgen.tune.cost import CostTable
-from specgen.tune.survival import Kind, SurvivalEstimate, kind_of
+from specgen.tune.probes import ProbeSchedule
+from specgen.tune.survival import Kind, SurvivalEstimate, all_of, kind_of
 
 MARGIN = 1.03
 """A draft must be expected to beat plain decoding by this factor."""
-PROBE_SOON, PROBE_FIRST, PROBE_MOST = 3, 12, 192
-"""A kind of draft that was found worthless is tried again after PROBE_FIRST refusals, then twice as many, …; soon after
-a probe that was accepted, if good drafts could pay at all."""
+PROBE_LEVELS = 2
+"""How deep a model drafts when it is only tried."""
 PLAIN_EVERY = 128
 """t(1) is measured at least once in so many cycles: without it nothing can be compared."""
+DECAY = 0.1
+"""Weight of the latest measurement in a mean time."""
 
 
 class FixedGamma:
-    """`--gamma N`: always N (0: plain decoding)."""
+    """`--gamma N`: always N (0: plain decoding); for a tree N levels."""
 
-    def __init__(self, gamma: int) -> None:
+    def __init__(self, gamma: int, width: int = 1) -> None:
         self.gamma = gamma
+        self.width = width
         self.reason: str | None = "gamma is 0" if gamma == 0 else None
 
-    def limit(self) -> int:
-        return self.gamma
+    def limit(self, source: str = "") -> int:
+        return self.gamma * self.width
+
+    def worth(self, draft: Draft) -> bool:
+        return True
 
     def trim(self, draft: Draft) -> Draft | None:
         return draft
@@ -40,67 +49,168 @@ class FixedGamma:
 
 
 class AutoGamma:
-    """`--gamma auto`: the γ with the highest expected tokens per millisecond."""
+    """`--gamma auto`: the γ with the highest expected tokens per millisecond.
 
-    def __init__(self, costs: CostTable | None = None, most: int = MAX_GAMMA) -> None:
+    `drafting` names the proposers that pay for every level, with what a level costs as a share of t(1) until it has
+    been measured. Estimates outlive an answer: `new_text` tells of the next one.
+    """
+
+    def __init__(
+        self,
+        costs: CostTable | None = None,
+        most: int = MAX_GAMMA,  # levels
+        width: int = 1,  # nodes on a level, at most
+        drafting: Mapping[str, float] | None = None,
+    ) -> None:
         self.costs = costs or CostTable()
         self.survival = SurvivalEstimate()
         self.most = most
+        self.width = width
         self.reason: str | None = None
-        self._propose_ms = 0.0  # decayed mean of a cycle's proposing time
-        self._refused: dict[Kind, int] = {}  # since the last probe
-        self._patience: dict[Kind, int] = {}  # refusals before the next probe
+        self._drafting = dict(drafting or {})
+        self._propose = {source: CostTable(slope=1.0) for source in self._drafting}  # t_propose by levels asked for
+        self._lookup_ms = 0.0  # decayed mean of what proposing takes where it is no matter of levels
+        self._probes = ProbeSchedule()
+        self._probing = False
+        self._asked = 0  # levels asked of a model in this cycle
+        self._asked_source = ""
+        self._unread = dict.fromkeys(self._drafting, 0)  # tokens that a model has not read, since it last drafted
+        self._following: set[str] = set()  # models that drafted in the last cycle
+        self._read_ms = dict.fromkeys(self._drafting, 0.0)  # decayed mean time of reading one of them
         self._since_plain = 0 if 1 in self.costs.known else PLAIN_EVERY
 
-    def limit(self) -> int:
+    def new_text(self, prompt_tokens: int = 0) -> None:
+        """Another answer begins, with so many tokens that no model may have read."""
+        self._probes.new_text()
+        self._unread = dict.fromkeys(self._drafting, prompt_tokens)
+        self._following = set()
+
+    def limit(self, source: str = "") -> int:
+        self._asked, self._probing = 0, False
         if self._since_plain >= PLAIN_EVERY:
             self.reason = "plain decoding is being measured"
             return 0
-        return self.most
-
-    def trim(self, draft: Draft) -> Draft | None:
-        kind = kind_of(draft.source, draft.match)
-        gamma = self.best_gamma(kind, len(draft))
-        if gamma > 0:
-            self._refused.pop(kind, None)
-            return draft.first(gamma)
-        if self._probe_is_due(kind):
-            return draft.first(1)
-        self.reason = f"{draft.source}: drafts are not worth their cost here"
-        return None
+        if source not in self._drafting:
+            return self.most * self.width
+        kind = all_of(source)
+        levels = self.best_depth(source)
+        if levels:
+            self._probes.take_up(kind)
+        elif self._probes.is_due(kind, self._unread[source] * self._read_ms[source]):
+            levels, self._probing = PROBE_LEVELS, True
+        else:
+            self.reason = _not_worth(source)
+        self._asked, self._asked_source = levels, source
+        return levels * self.width
 
     def best_gamma(self, kind: Kind, most: int) -> int:
-        """The γ in 0 … most with the highest expected speed, 0 unless it beats plain by MARGIN."""
-        return self._fastest(self.survival.survival(kind, most))
+        """The γ in 0 … most of a chain that costs nothing more to propose; 0 unless it beats plain by MARGIN."""
+        return self._fastest(self.survival.survival(kind, most), range(1, most + 1), lambda _: self._lookup_ms)
 
-    def _fastest(self, survival: Sequence[float]) -> int:
-        best, best_speed = 0, MARGIN / self.costs.step_ms(1)
+    def best_depth(self, source: str) -> int:
+        """How many levels are worth asking a model for, 0 when none."""
+        survival = self.survival.survival(all_of(source), self.most)
+        sizes = [self.width * level for level in range(1, self.most + 1)]
+        return self._fastest(survival, sizes, lambda levels: self._propose_ms(source, levels))
+
+    def worth(self, draft: Draft) -> bool:
+        """Whether a draft that is there would be checked; asking changes nothing."""
+        return self._best_level(draft) > 0
+
+    def trim(self, draft: Draft) -> Draft | None:
+        if self._probing:
+            return draft
+        kind = kind_of(draft.source, draft.match, draft.confidence)
+        if level := self._best_level(draft):
+            self._probes.take_up(kind)
+            return draft.first(draft.level_sizes[level - 1])
+        if self._probes.is_due(kind):
+            self._probing = True
+            return draft.first(draft.level_sizes[0])
+        self.reason = _not_worth(draft.source)
+        return None
+
+    def _best_level(self, draft: Draft) -> int:
+        """Levels of the draft worth checking. The time to propose is spent, so it weighs on every choice alike."""
+        kind = kind_of(draft.source, draft.match, draft.confidence)
+        model = draft.source in self._drafting
+        spent = self._propose_ms(draft.source, self._asked or 1) if model else self._lookup_ms
+        sizes = draft.level_sizes
+        return self._fastest(self.survival.survival(kind, len(sizes)), sizes, lambda _: spent)
+
+    def _fastest(
+        self,
+        survival: Sequence[float],  # s_1 … s_L
+        sizes: Sequence[int],  # nodes of a draft of 1 … L levels
+        propose_ms: Callable[[int], float],  # of that many levels, 0 included
+    ) -> int:
+        """The number of levels 0 … L with the highest expected speed, 0 unless it beats plain by MARGIN."""
+        best, best_speed = 0, MARGIN / (self.costs.step_ms(1) + propose_ms(0))
         expected = 1.0
-        for gamma, share in enumerate(survival, start=1):
+        for level, (share, size) in enumerate(zip(survival, sizes, strict=True), start=1):
             expected += share
-            # The time to propose is spent before γ is known for a lookup, so it weighs on every γ alike.
-            speed = expected / (self.costs.step_ms(1 + gamma) + self._propose_ms)
+            speed = expected / (self.costs.step_ms(1 + size) + propose_ms(level))
             if speed > best_speed:
-                best, best_speed = gamma, speed
+                best, best_speed = level, speed
         return best
 
-    def _probe_is_due(self, kind: Kind) -> bool:
-        patience = self._patience.setdefault(kind, PROBE_FIRST)
-        self._refused[kind] = self._refused.get(kind, 0) + 1
-        if self._refused[kind] < patience:
-            return False
-        self._refused[kind] = 0
-        self._patience[kind] = min(PROBE_MOST, 2 * patience)
-        return True
+    def _propose_ms(self, source: str, levels: int) -> float:
+        if levels == 0:
+            return 0.0
+        table = self._propose[source]
+        return table.step_ms(levels) if table.known else self._drafting[source] * levels * self.costs.step_ms(1)
 
     def observe(self, record: CycleRecord) -> None:
         self.costs.observe(1 + record.proposed, record.verify_ms + record.reconcile_ms)
-        self._propose_ms += 0.1 * (record.propose_ms - self._propose_ms)
+        self._observe_time(record)
         self._since_plain = self._since_plain + 1 if record.proposed else 0
+        if self._asked:
+            self._observe_model(record)
         if not record.proposed:
             return
-        kind = kind_of(record.source, record.match)
+        kind = kind_of(record.source, record.match, record.confidence)
         self.survival.observe(kind, record.depth, record.accepted, cut=record.ending == "cut")
-        could_pay = self._fastest([1.0] * self.most) > 0
-        if record.accepted and could_pay and kind in self._patience:
-            self._patience[kind] = PROBE_SOON
+        if record.accepted and self._could_pay(record.source):
+            self._probes.encourage(kind)
+
+    def _observe_time(self, record: CycleRecord) -> None:
+        total = record.propose_ms + record.verify_ms + record.reconcile_ms
+        lost = max(0.0, total - record.committed * self.costs.step_ms(1)) if self._probing else 0.0
+        self._probes.spent(total, lost_ms=lost)
+        if self._asked:
+            self._observe_proposing(self._asked_source, record.propose_ms)
+        else:
+            self._lookup_ms += DECAY * (record.propose_ms - self._lookup_ms)
+        self._following = {self._asked_source} if self._asked else set()
+        for source in self._drafting:
+            before = 0 if source in self._following else self._unread[source]
+            self._unread[source] = before + record.committed
+
+    def _observe_proposing(self, source: str, ms: float) -> None:
+        """A model took `ms` for a draft; when it missed cycles before, a part of that for reading them."""
+        table = self._propose[source]
+        if source in self._following or not table.known:
+            table.observe(self._asked, ms)
+            return
+        reading = max(0.0, ms - self._propose_ms(source, self._asked)) / self._unread[source]
+        old = self._read_ms[source]
+        self._read_ms[source] = reading if old == 0.0 else old + DECAY * (reading - old)
+
+    def _observe_model(self, record: CycleRecord) -> None:
+        """What came of asking a model. A draft that ended early of its own accord brought nothing behind its end."""
+        kind = all_of(self._asked_source)
+        used = record.source == self._asked_source
+        accepted = record.accepted if used else 0
+        self.survival.observe(kind, self._asked, accepted, cut=used and record.ending == "cut")
+        if accepted and self._could_pay(self._asked_source):
+            self._probes.encourage(kind)
+
+    def _could_pay(self, source: str) -> bool:
+        """Whether drafts of that proposer would pay if they were always right."""
+        sizes = [self.width * level for level in range(1, self.most + 1)]
+        cost = (lambda levels: self._propose_ms(source, levels)) if source in self._drafting else (lambda _: 0.0)
+        return self._fastest([1.0] * self.most, sizes, cost) > 0
+
+
+def _not_worth(source: str) -> str:
+    return f"{source}: drafts are not worth their cost here"

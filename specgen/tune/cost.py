@@ -19,9 +19,11 @@ class CostTable:
         self.slope = slope
         self._ms: dict[int, float] = dict(known_ms or {})
         self._weight: dict[int, float] = dict.fromkeys(self._ms, WEIGHT_LIMIT)
+        self._points: list[tuple[int, float]] | None = None  # of `_monotone`, until the next measurement
 
     def observe(self, rows: int, ms: float) -> None:
         """A step of `rows` rows took `ms`. An outlier (a pause of the machine) moves the mean by a bounded amount."""
+        self._points = None
         weight = self._weight.get(rows, 0.0)
         if weight:
             ms = min(ms, 3.0 * self._ms[rows])
@@ -39,7 +41,9 @@ class CostTable:
 
     def step_ms(self, rows: int) -> float:
         """t(rows); in units of t(1) = 1 while nothing is known."""
-        points = self._monotone()
+        if self._points is None:
+            self._points = self._monotone()
+        points = self._points
         if not points:
             return 1.0 + self.slope * (rows - 1)
         below = [(r, ms) for r, ms in points if r <= rows]

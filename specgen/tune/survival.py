@@ -9,27 +9,38 @@ from dataclasses import dataclass, field
 
 DECAY = 0.93
 """Weight of the past per observed draft of a kind: a change of text is followed within some tens of cycles."""
-PRIOR_TRIED = 2.0
-"""How many imagined drafts the prior is worth."""
+PRIOR_TRIED, PRIOR_LEFT = 2.0, 0.1
+"""How many imagined drafts the prior is worth at first, and in the end: it fades like any other observation, or else
+worthless drafts would keep a share of it for ever."""
 
 Kind = tuple[str, int]
-"""(proposer, bucket of the match length)"""
+"""(proposer, bucket of the match length or of the confidence; ALL: whatever the proposer says)"""
+ALL = -1
+CONFIDENCE_BOUNDS = (0.3, 0.6, 0.85, 0.97)
 
 
-def kind_of(source: str, match: int) -> Kind:
-    """Drafts that rest on similarly long matches are estimated together."""
+def kind_of(source: str, match: int, confidence: float | None = None) -> Kind:
+    """Drafts that rest on similarly long matches, or of which a model is similarly sure, are estimated together."""
+    if confidence is not None:
+        return source, 1 + sum(confidence >= bound for bound in CONFIDENCE_BOUNDS)
     return source, 0 if match <= 0 else min(5, match.bit_length())
 
 
+def all_of(source: str) -> Kind:
+    """All drafts of a proposer together: what can be said before it has made one."""
+    return source, ALL
+
+
 def _prior(kind: Kind, position: int) -> float:
-    """Acceptance at a position before anything is known: a longer match is trusted more."""
+    """Acceptance at a position before anything is known: a longer match, or more confidence, is trusted more."""
     _, bucket = kind
-    first = (0.6, 0.35, 0.45, 0.6, 0.75, 0.85)[bucket]
+    first = (0.6, 0.35, 0.45, 0.6, 0.75, 0.85)[max(0, bucket)]
     return first if position == 0 else min(0.95, first + 0.2)
 
 
 @dataclass(slots=True)
 class _Counts:
+    prior: float = PRIOR_TRIED
     tried: list[float] = field(default_factory=list)  # by position
     accepted: list[float] = field(default_factory=list)
 
@@ -46,6 +57,7 @@ class SurvivalEstimate:
         while len(counts.tried) < depth:
             counts.tried.append(0.0)
             counts.accepted.append(0.0)
+        counts.prior = max(PRIOR_LEFT, counts.prior * DECAY)
         for position in range(len(counts.tried)):
             counts.tried[position] *= DECAY
             counts.accepted[position] *= DECAY
@@ -67,7 +79,7 @@ class SurvivalEstimate:
             if position:
                 # Deeper positions are seen rarely: what the one before showed is the better guess.
                 prior = 0.5 * (prior + last_seen)
-            last_seen = (accepted + PRIOR_TRIED * prior) / (tried + PRIOR_TRIED)
+            last_seen = (accepted + counts.prior * prior) / (tried + counts.prior)
             survived *= last_seen
             shares.append(survived)
         return shares
