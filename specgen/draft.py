@@ -81,6 +81,8 @@ class Draft:
     @property
     def level_sizes(self) -> list[int]:
         """For each level, how many leading nodes come before the first that is deeper."""
-        depths = self.depths
-        levels = range(1, max(depths))
-        return [*(next(node for node, depth in enumerate(depths) if depth > level) for level in levels), len(self)]
+        sizes: list[int] = []
+        for node, depth in enumerate(self.depths):
+            if depth > len(sizes) + 1:
+                sizes.append(node)
+        return [*sizes, len(self)]

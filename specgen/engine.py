@@ -46,6 +46,10 @@ class GammaPolicy(Protocol):
         """The most nodes worth asking that proposer for in this cycle; 0 = decode plainly."""
         ...
 
+    def worth(self, draft: Draft) -> bool:
+        """Whether a draft would be checked at all; asking changes nothing."""
+        ...
+
     def trim(self, draft: Draft) -> Draft | None:
         """What of the draft is worth checking."""
         ...

@@ -19,6 +19,8 @@ from specgen.tune.survival import Kind, SurvivalEstimate, all_of, kind_of
 
 MARGIN = 1.03
 """A draft must be expected to beat plain decoding by this factor."""
+NEGLIGIBLE = 1e-3
+"""A level that is reached more rarely is not worth the arithmetic."""
 PROBE_LEVELS = 2
 """How deep a model drafts when it is only tried."""
 PLAIN_EVERY = 128
@@ -148,6 +150,8 @@ class AutoGamma:
         best, best_speed = 0, MARGIN / (self.costs.step_ms(1) + propose_ms(0))
         expected = 1.0
         for level, (share, size) in enumerate(zip(survival, sizes, strict=True), start=1):
+            if share < NEGLIGIBLE:
+                break
             expected += share
             speed = expected / (self.costs.step_ms(1 + size) + propose_ms(level))
             if speed > best_speed:
@@ -158,7 +162,7 @@ class AutoGamma:
         if levels == 0:
             return 0.0
         table = self._propose[source]
-        return table.step_ms(levels) if table.known else self._drafting[source] * levels * self.costs.step_ms(1)
+        return self._drafting[source] * levels * self.costs.step_ms(1) if table.is_empty else table.step_ms(levels)
 
     def observe(self, record: CycleRecord) -> None:
         self.costs.observe(1 + record.proposed, record.verify_ms + record.reconcile_ms)
@@ -170,8 +174,7 @@ class AutoGamma:
             return
         kind = kind_of(record.source, record.match, record.confidence)
         self.survival.observe(kind, record.depth, record.accepted, cut=record.ending == "cut")
-        if record.accepted and self._could_pay(record.source):
-            self._probes.encourage(kind)
+        self._encourage(kind, record.accepted)
 
     def _observe_time(self, record: CycleRecord) -> None:
         total = record.propose_ms + record.verify_ms + record.reconcile_ms
@@ -189,7 +192,7 @@ class AutoGamma:
     def _observe_proposing(self, source: str, ms: float) -> None:
         """A model took `ms` for a draft; when it missed cycles before, a part of that for reading them."""
         table = self._propose[source]
-        if source in self._following or not table.known:
+        if source in self._following or table.is_empty:
             table.observe(self._asked, ms)
             return
         reading = max(0.0, ms - self._propose_ms(source, self._asked)) / self._unread[source]
@@ -202,14 +205,17 @@ class AutoGamma:
         used = record.source == self._asked_source
         accepted = record.accepted if used else 0
         self.survival.observe(kind, self._asked, accepted, cut=used and record.ending == "cut")
-        if accepted and self._could_pay(self._asked_source):
-            self._probes.encourage(kind)
+        self._encourage(kind, accepted)
 
-    def _could_pay(self, source: str) -> bool:
-        """Whether drafts of that proposer would pay if they were always right."""
+    def _encourage(self, kind: Kind, accepted: int) -> None:
+        """A parked kind is tried again soon after a success, if its drafts would pay were they always right."""
+        if not accepted or not self._probes.is_parked(kind):
+            return
+        source = kind[0]
         sizes = [self.width * level for level in range(1, self.most + 1)]
         cost = (lambda levels: self._propose_ms(source, levels)) if source in self._drafting else (lambda _: 0.0)
-        return self._fastest([1.0] * self.most, sizes, cost) > 0
+        if self._fastest([1.0] * self.most, sizes, cost):
+            self._probes.encourage(kind)
 
 
 def _not_worth(source: str) -> str:

@@ -5,6 +5,7 @@ Knows: milliseconds seen for steps of R rows. Does not know: what ran them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 WEIGHT_LIMIT = 8.0
@@ -32,6 +33,11 @@ class CostTable:
         self._ms[rows] = old + (ms - old) / self._weight[rows]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was measured yet."""
+        return not self._ms
+
+    @property
     def known(self) -> dict[int, float]:
         return dict(sorted(self._ms.items()))
 
@@ -46,16 +52,17 @@ class CostTable:
         points = self._points
         if not points:
             return 1.0 + self.slope * (rows - 1)
-        below = [(r, ms) for r, ms in points if r <= rows]
-        above = [(r, ms) for r, ms in points if r >= rows]
-        if below and above:
-            (r0, m0), (r1, m1) = below[-1], above[0]
-            return m0 if r0 == r1 else m0 + (m1 - m0) * (rows - r0) / (r1 - r0)
-        if below:
-            return self._beyond(below, rows)
-        # Only wider steps are known: assume the slope between.
-        r1, m1 = above[0]
-        return m1 * (1.0 + self.slope * (rows - 1)) / (1.0 + self.slope * (r1 - 1))
+        index = bisect_left(points, (rows, 0.0))  # the first point that is as wide
+        if index == len(points):
+            return self._beyond(points, rows)
+        r1, m1 = points[index]
+        if r1 == rows:
+            return m1
+        if index == 0:
+            # Only wider steps are known: assume the slope between.
+            return m1 * (1.0 + self.slope * (rows - 1)) / (1.0 + self.slope * (r1 - 1))
+        r0, m0 = points[index - 1]
+        return m0 + (m1 - m0) * (rows - r0) / (r1 - r0)
 
     def _beyond(self, points: list[tuple[int, float]], rows: int) -> float:
         """Extrapolation by the measured slope: hopeful, so that wider steps get tried, and then known."""

@@ -32,14 +32,18 @@ class ProbeSchedule:
         self._patience[kind] = min(MOST, 2 * patience)
         return True
 
+    def is_parked(self, kind: Hashable) -> bool:
+        """Whether the kind was ever refused."""
+        return kind in self._patience
+
     def take_up(self, kind: Hashable) -> None:
         """The kind pays again."""
         self._refused.pop(kind, None)
 
     def encourage(self, kind: Hashable) -> None:
         """A probe was accepted: the next one comes soon."""
-        if kind in self._patience:
-            self._patience[kind] = SOON
+        assert kind in self._patience
+        self._patience[kind] = SOON
 
     def spent(self, ms: float, *, lost_ms: float) -> None:
         """A cycle took `ms`, of which a probe lost `lost_ms` against plain decoding."""
