@@ -20,7 +20,7 @@ from specgen.accept import RULES
 from specgen.cache import KV_DTYPES, KVCache
 from specgen.engine import Answer, Cancel, Cycle, Engine
 from specgen.errors import ContextFullError, OutOfMemoryError, UsageError
-from specgen.events import CycleDone, Event, Finished, FinishReason, Piece, Prefilled, Started
+from specgen.events import CycleDone, Event, Finished, FinishReason, Prefilled, Started
 from specgen.kernels import select_kernels
 from specgen.memory import available_bytes, megabytes, peak_rss_bytes
 from specgen.model.build import build_model
@@ -52,6 +52,7 @@ KV_SHARE = 0.5
 class Prompt:
     ids: tuple[int, ...]
     notices: tuple[str, ...] = ()
+    turn: bool = True  # the answer is a chat turn of its own, not the continuation of a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def load(ref: ModelRef, options: LoadOptions | None = None, progress: Progress |
     files = pull(ref.entry, progress=progress)
     began = time.perf_counter()
     checkpoint = open_checkpoint(files.target)
-    spec = spec_from_config(checkpoint.config)
+    spec = spec_from_config(checkpoint.config, options.context_tokens)
     _check_fits(files.target)
     kernels, notice = select_kernels(options.device, options.threads)
     tokenizer = load_tokenizer(checkpoint, cache_dir() / "tokenizers")
@@ -143,7 +144,7 @@ class Session:
             return self.chat_ids([*turns, {"role": "user", "content": text}])
         if system is not None:
             raise UsageError("--system needs a chat template, and --raw goes without", hint="leave one of them out")
-        return self._checked(self.tokenizer.encode(text, add_special=True))
+        return self._checked(self.tokenizer.encode(text, add_special=True), turn=False)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
         """Messages (`role`, `content`) through the model's chat template, up to where the model's turn begins."""
@@ -154,15 +155,15 @@ class Session:
             special=tokenizer.named,
             shielded=tokenizer.special_strings,
         )
-        return self._checked(tokenizer.encode_chat(rendered))
+        return self._checked(tokenizer.encode_chat(rendered), turn=True)
 
-    def _checked(self, ids: Sequence[int]) -> Prompt:
+    def _checked(self, ids: Sequence[int], *, turn: bool) -> Prompt:
         if not ids:
             raise UsageError("the prompt is empty", hint="give some text, or a model whose tokenizer adds a BOS token")
         bos = self.tokenizer.bos
         doubled = starts_with_bos(ids, bos) and starts_with_bos(ids[1:], bos)
         notice = "the prompt begins with two BOS tokens, which most models were not trained on"
-        return Prompt(tuple(ids), (notice,) if doubled else ())
+        return Prompt(tuple(ids), (notice,) if doubled else (), turn)
 
     def generate(self, prompt: Prompt, options: RunOptions, cancel: Cancel | None = None) -> Iterator[Event]:
         """The events of one answer, see `specgen.events`. Closing the iterator cancels; the session stays usable.
@@ -176,7 +177,7 @@ class Session:
                 f"the prompt has {len(prompt.ids)} tokens and the context holds {limit}",
                 hint="shorten the prompt" + ("" if limit >= self.loaded.spec.context else ", or raise --ctx"),
             )
-        text = AnswerText(self.tokenizer, options.stop, ignore_eos=options.ignore_eos)
+        text = AnswerText(self.tokenizer, options.stop, ignore_eos=options.ignore_eos, turn=prompt.turn)
         answer = self._answer(prompt, options, text, cancel)
         return self._events(prompt, options, answer, text)
 

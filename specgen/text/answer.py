@@ -16,15 +16,20 @@ from specgen.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Implements `engine.Cut`. `token_ids` and `text` hold what was committed so far."""
+    """Implements `engine.Cut`. `token_ids` and `text` hold what was committed so far.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, ignore_eos: bool = False) -> None:
+    `turn`: the answer is a turn of its own, so a tokenizer's leading space is not part of it; else it continues a text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], *, ignore_eos: bool = False, turn: bool = False
+    ) -> None:
         self.token_ids: list[int] = []
         self._parts: list[str] = []
         self._ends = frozenset() if ignore_eos else frozenset(tokenizer.eos_ids)
         self._special = tokenizer.special_ids
         self._token_bytes = tokenizer.token_bytes
-        self._stream = TextStream(self._visible_bytes)
+        self._stream = TextStream(self._visible_bytes, at_start=turn and tokenizer.prefixes_space)
         self._stops = StopScanner(stops)
         self._stopped = False
 

@@ -58,7 +58,10 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 class Tokenizer:
-    """Encodes and decodes. `bos`, `eos_ids` and `special_ids` are token ids; ids below `vocab_size` are known."""
+    """Encodes and decodes. `bos`, `eos_ids` and `special_ids` are token ids; ids below `vocab_size` are known.
+
+    `prefixes_space`: the tokenizer puts a space before every text (SentencePiece), which decoding takes off again.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class Tokenizer:
         self._core = core
         self._added = core.get_added_tokens_decoder()
         self._bytes: dict[int, bytes] = {}
-        self._byte_level, self._strips_space = _decoder_traits(core)
+        self._byte_level, self.prefixes_space = _decoder_traits(core)
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
         self.bos = bos if bos is not None and 0 <= bos < self.vocab_size else None
         self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
@@ -114,7 +117,7 @@ class Tokenizer:
         """The text of a whole sequence: bytes joined, invalid UTF-8 as U+FFFD. A SentencePiece tokenizer puts a space
         before every text; it is taken off here."""
         text = b"".join(map(self.token_bytes, ids)).decode(errors="replace")
-        return text[1:] if self._strips_space and text.startswith(" ") else text
+        return text[1:] if self.prefixes_space and text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; a special token's are its name. Unknown ids have none."""
