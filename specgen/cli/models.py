@@ -6,7 +6,6 @@ imported by `show` alone, and only for a model that is here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,13 +14,13 @@ import typer
 
 from specgen.cli.console import Console, is_terminal, printable
 from specgen.cli.fetchbar import fetch_bar
+from specgen.cli.report import json_line
 from specgen.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from specgen.registry import Artefact, Entry, Registry
 
 SCHEMA_VERSION = 1
-_INDENT = 2
 _NARROW_COLUMNS = 90  # a terminal below this gets two lines for each model instead of columns
 
 models_app = typer.Typer(
@@ -318,7 +317,7 @@ def _size(size_bytes: int) -> str:
 
 
 def _print_json(console: Console, value: Mapping[str, Any]) -> None:
-    _print(console, json.dumps({"schema_version": SCHEMA_VERSION, **value}, indent=_INDENT, ensure_ascii=False))
+    _print(console, json_line({"schema_version": SCHEMA_VERSION, **value}))
 
 
 def _print(console: Console, text: str) -> None:
