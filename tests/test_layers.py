@@ -36,6 +36,7 @@ RANKS = {
     "engine": 9,
     "graph": 9,
     "memory": 9,
+    "machine": 9,
     "tune": 9,
     "text": 10,
     "registry": 10,

@@ -10,13 +10,13 @@ import pytest
 
 from specgen.errors import SpecgenError
 from specgen.options import RunOptions
-from specgen.tune.plan import Bench, Plan, PlanStore, context_class, temperature_class
+from specgen.tune.plan import Plan, PlanStore, Scope, context_class, temperature_class
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.setting import PLAIN, Setting
 
-BENCH = Bench(digest="d" * 64, device="a CPU, 2 threads, kv bf16", versions="specgen 0.1.0, torch 2.13")
+SCOPE = Scope(digest="d" * 64, device="a CPU, 2 threads, kv bf16", versions="specgen 0.1.0, torch 2.13")
 PLAN = Plan(
-    bench=BENCH,
+    scope=SCOPE,
     model="tiny",
     temperature="greedy",
     context="short",
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> PlanStore:
 def test_a_plan_comes_back_as_it_was(store: PlanStore) -> None:
     path = store.save(PLAN)
     assert PlanStore.read(path) == PLAN
-    assert store.book(BENCH).plans == (PLAN,)
+    assert store.book(SCOPE).plans == (PLAN,)
     assert [p.name for p in store.folder.iterdir()] == [path.name], "no temporary file stays"
 
 
@@ -46,14 +46,14 @@ def test_saving_again_replaces(store: PlanStore) -> None:
     store.save(PLAN)
     later = replace(PLAN, setting=PLAIN, created="2026-02-02T00:00:00+00:00")
     store.save(later)
-    assert store.book(BENCH).plans == (later,)
+    assert store.book(SCOPE).plans == (later,)
 
 
 def test_classes_are_kept_apart(store: PlanStore) -> None:
     warm = replace(PLAN, temperature="sampled", setting=PLAIN)
     store.save(PLAN)
     store.save(warm)
-    book = store.book(BENCH)
+    book = store.book(SCOPE)
     assert book.choice(0.0, 100) == PLAN
     assert book.choice(0.8, 100) == warm
     assert book.choice(0.0, 5000) is None
@@ -70,24 +70,24 @@ def test_classes_are_kept_apart(store: PlanStore) -> None:
     ],
 )
 def test_a_stale_plan_is_ignored_with_a_note(store: PlanStore, change: dict[str, str], word: str) -> None:
-    store.save(replace(PLAN, bench=replace(BENCH, **change)))
-    book = store.book(BENCH)
+    store.save(replace(PLAN, scope=replace(SCOPE, **change)))
+    book = store.book(SCOPE)
     assert book.plans == ()
     assert len(book.notes) == 1
     assert word in book.notes[0]
 
 
 def test_a_fresh_plan_silences_the_stale_one(store: PlanStore) -> None:
-    store.save(replace(PLAN, bench=replace(BENCH, device="another CPU")))
+    store.save(replace(PLAN, scope=replace(SCOPE, device="another CPU")))
     store.save(PLAN)
-    assert store.book(BENCH).plans == (PLAN,)
-    assert store.book(BENCH).notes == ()
+    assert store.book(SCOPE).plans == (PLAN,)
+    assert store.book(SCOPE).notes == ()
 
 
 def test_plans_of_other_models_are_not_seen(store: PlanStore) -> None:
-    store.save(replace(PLAN, bench=replace(BENCH, digest="e" * 64)))
-    assert store.book(BENCH).plans == ()
-    assert store.book(BENCH).notes == ()
+    store.save(replace(PLAN, scope=replace(SCOPE, digest="e" * 64)))
+    assert store.book(SCOPE).plans == ()
+    assert store.book(SCOPE).notes == ()
 
 
 def damaged(**changes: object) -> dict[str, object]:
@@ -120,7 +120,7 @@ def test_a_damaged_plan_is_refused_and_run_goes_on(store: PlanStore, value: obje
     with pytest.raises(SpecgenError) as failure:
         PlanStore.read(path)
     assert word in failure.value.message
-    book = store.book(BENCH)
+    book = store.book(SCOPE)
     assert book.plans == ()
     assert path.name in book.notes[0]
     assert store.all() == []
@@ -130,17 +130,17 @@ def test_a_damaged_plan_is_refused_and_run_goes_on(store: PlanStore, value: obje
 def test_bytes_that_are_no_plan(store: PlanStore, data: bytes) -> None:
     path = store.save(PLAN)
     path.write_bytes(data)
-    assert store.book(BENCH).plans == ()
+    assert store.book(SCOPE).plans == ()
 
 
 def test_forget_removes_stale_and_broken_plans_of_that_model_alone(store: PlanStore) -> None:
-    other = replace(PLAN, bench=replace(BENCH, digest="e" * 64))
+    other = replace(PLAN, scope=replace(SCOPE, digest="e" * 64))
     store.save(other)
-    store.save(replace(PLAN, bench=replace(BENCH, device="another CPU")))
+    store.save(replace(PLAN, scope=replace(SCOPE, device="another CPU")))
     store.save(PLAN).write_text("{")
-    assert store.forget(BENCH.digest) == 2
+    assert store.forget(SCOPE.digest) == 2
     assert store.all() == [other]
-    assert store.forget(BENCH.digest) == 0
+    assert store.forget(SCOPE.digest) == 0
 
 
 def test_settings_become_options() -> None:

@@ -12,22 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
-from torch import Tensor
 
 from specgen.cache import KV_DTYPES, KVCache
 from specgen.kernels.base import Attend, Noise, Truncation
 from specgen.kernels.cpu import load_cpu_kernels
 from specgen.kernels.cpu.ops import CpuKernels, Prepared
+from specgen.measure.roofline import ReadSpeed, weight_bytes
+from specgen.measure.timer import interleaved
 from specgen.model.families import spec_from_config
 from specgen.model.planned import PlannedDecoder
 from specgen.model.weights import MlpWeights, load_weights
 from specgen.weights.checkpoint import open_checkpoint
 
 ROWS = tuple(range(1, 18))
-READ_BYTES = 256 << 20  # far larger than any cache
 PREFILL_TOKENS = 512
 
 
@@ -54,42 +53,19 @@ class Bench:
         self.model.forward(ids, Attend.chain(0, tokens), self.cache, last_only=True)
         return (time.perf_counter() - begin) * 1e3
 
-    def read_gbps(self, data: Tensor) -> float:
-        begin = time.perf_counter()
-        self.kernels.read(data)
-        return data.numel() / (time.perf_counter() - begin) / 1e9
-
-
-def interleaved(tasks: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """The median of each task; the tasks take turns, so that the machine's drift touches all of them alike."""
-    found: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(repeats):
-        for name, task in tasks.items():
-            found[name].append(task())
-    return {name: median(values) for name, values in found.items()}
-
-
-def weight_bytes(model: PlannedDecoder) -> int:
-    """Bytes that one row's step reads: every linear once (the embedding only as the head)."""
-    total = model.weights.head.nbytes
-    for layer in model.weights.layers:
-        assert isinstance(layer.mlp, MlpWeights)
-        parts = (layer.q, layer.k, layer.v, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
-        total += sum(part.nbytes for part in parts)
-    return int(total)
-
 
 def measure_steps(bench: Bench, contexts: Sequence[int]) -> None:
     """Prints bandwidth, the table t(R), and decoding at each context against the roofline."""
-    data = torch.ones(READ_BYTES, dtype=torch.uint8)
+    reading = ReadSpeed(bench.kernels)
     short = contexts[0]
-    tasks: dict[str, Callable[[], float]] = {"read": lambda: bench.read_gbps(data)}
+    tasks: dict[str, Callable[[], float]] = {"read": reading.gbps}
     for rows in ROWS:
         tasks[f"t({rows})"] = lambda rows=rows: bench.step_ms(rows, short)  # type: ignore[misc]
     for context in contexts[1:]:
         tasks[f"context {context}"] = lambda context=context: bench.step_ms(1, context)  # type: ignore[misc]
     found = interleaved(tasks, bench.repeats)
     weights = weight_bytes(bench.model)
+    assert weights is not None, "a plan covers dense models alone"
     one = found["t(1)"]
     print(f"read {found['read']:.1f} GB/s; weights {weights / 1e6:.1f} MB a step")
     for context in contexts:
@@ -131,7 +107,8 @@ def measure_ops(bench: Bench) -> None:
     for name, value in interleaved(tasks, bench.repeats).items():
         print(f"{name}: {value:.1f} GB/s")
     logits = torch.randn(bench.model.spec.vocab) * 3
-    for cut in (Truncation(), Truncation(1.0), Truncation(0.8, 40), Truncation(0.8, 0, 0.95), Truncation(0.8, min_p=0.05)):
+    cuts = (Truncation(), Truncation(1.0), Truncation(0.8, 40), Truncation(0.8, 0, 0.95), Truncation(0.8, min_p=0.05))
+    for cut in cuts:
 
         def sample(cut: Truncation = cut) -> float:
             begin = time.perf_counter()

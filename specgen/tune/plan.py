@@ -39,14 +39,14 @@ def context_class(prompt_tokens: int) -> ContextClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Scope:
     """What was measured on: a plan holds for exactly this."""
 
     digest: str  # of the model's files
     device: str  # processor, kernels, threads, format of the KV cache
     versions: str  # of specgen and torch
 
-    def differs(self, other: Bench) -> str | None:
+    def differs(self, other: Scope) -> str | None:
         """What makes a plan of the same model stale, in words."""
         if self.device != other.device:
             return f"it was tuned on {other.device}"
@@ -55,7 +55,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    bench: Bench
+    scope: Scope
     model: str  # for people
     temperature: TemperatureClass
     context: ContextClass
@@ -78,7 +78,7 @@ class Plan:
         return {
             **plain,
             "schema": SCHEMA,
-            "bench": asdict(self.bench),
+            "scope": asdict(self.scope),
             "setting": self.setting.to_json(),
             "speedup": list(self.speedup),
             "by_kind": dict(self.by_kind),
@@ -91,8 +91,8 @@ class Plan:
         known = checked_object(value, [*(field.name for field in fields(cls)), "schema"], "a plan")
         if known["schema"] != SCHEMA:
             raise SpecgenError(f"a plan has the schema {known['schema']!r}")
-        bench = checked_object(known["bench"], [field.name for field in fields(Bench)], "the bench of a plan")
-        texts = [*bench.values(), *(known[name] for name in ("model", "objective", "created", "why"))]
+        scope = checked_object(known["scope"], [field.name for field in fields(Scope)], "the scope of a plan")
+        texts = [*scope.values(), *(known[name] for name in ("model", "objective", "created", "why"))]
         if not all(isinstance(text, str) for text in texts):
             raise SpecgenError("a plan has a number where text belongs")
         if known["temperature"] not in get_args(TemperatureClass) or known["context"] not in get_args(ContextClass):
@@ -102,7 +102,7 @@ class Plan:
         if len(speedup) != 3:
             raise SpecgenError("a plan's speedup is not low, middle and high")
         return cls(
-            bench=Bench(**bench),
+            scope=Scope(**scope),
             setting=Setting.from_json(known["setting"]),
             speedup=speedup,
             by_kind=_numbers(known["by_kind"], "by_kind"),
@@ -187,17 +187,17 @@ class PlanStore:
         write_json(path, plan.to_json())
         return path
 
-    def book(self, bench: Bench) -> PlanBook:
-        """The plans for `bench`; stale ones of the same model and unreadable ones are noted and not used."""
+    def book(self, scope: Scope) -> PlanBook:
+        """The plans for `scope`; stale ones of the same model and unreadable ones are noted and not used."""
         plans: list[Plan] = []
         notes: list[str] = []
-        for path in self._files(bench.digest):
+        for path in self._files(scope.digest):
             try:
                 plan = self.read(path)
             except SpecgenError as error:
                 notes.append(f"the stored plan {path.name} is ignored: {error.message}")
                 continue
-            stale = bench.differs(plan.bench) if plan.bench.digest == bench.digest else "it is for another model"
+            stale = scope.differs(plan.scope) if plan.scope.digest == scope.digest else "it is for another model"
             if stale is None:
                 plans.append(plan)
             else:
@@ -224,8 +224,8 @@ class PlanStore:
         return len(paths)
 
     def _name(self, plan: Plan) -> str:
-        rest = json.dumps([plan.bench.device, plan.temperature, plan.context])
-        return f"{_short(plan.bench.digest)}-{_short(rest)}.json"
+        rest = json.dumps([plan.scope.device, plan.temperature, plan.context])
+        return f"{_short(plan.scope.digest)}-{_short(rest)}.json"
 
     def _files(self, digest: str | None) -> list[Path]:
         if not self.folder.is_dir():
