@@ -40,7 +40,8 @@ class Terminal:
 
     def __init__(self, arguments: Sequence[str], columns: int = 80, rows: int = 24, **environment: str) -> None:
         environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
-        environ |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(environ), **environment}
+        environ |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(environ)}
+        environ |= {"SPECGEN_CONFIG": os.devnull, **environment}
         self.screen = Glass(columns, rows, history=2000, ratio=0.5)
         self.stream = pyte.ByteStream(self.screen)
         self.raw = b""

@@ -15,9 +15,15 @@ from pathlib import Path
 
 import pytest
 from fake_session import PROMPT, Script
+from gguf_files import llama_file
 
 HERE = Path(__file__).resolve().parent
-ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+ENVIRON = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    "SPECGEN_CONFIG": os.devnull,
+    "OMP_NUM_THREADS": "1",
+}
 
 Command = Callable[..., list[str]]
 
@@ -125,6 +131,7 @@ def interrupted(command: list[str], signum: int, times: int = 1) -> tuple[int, b
     ) as process:
         assert process.stdout is not None
         head = os.read(process.stdout.fileno(), 4)
+        time.sleep(0.3)
         for _ in range(times):
             process.send_signal(signum)
             time.sleep(0.1)
@@ -164,3 +171,28 @@ def test_an_ignored_interrupt_stays_ignored(command: Command) -> None:
     line = shlex.join(command(Script(delay_s=0.3), "-p", "x"))
     done = shell(f"trap '' INT; {line} </dev/null & pid=$!; sleep 0.8; kill -INT $pid; wait $pid; echo $?")
     assert done.stdout == b"Hello big world0\n"
+
+
+# With a real model: a random Llama of one layer in a GGUF file.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_file(tmp_path_factory.mktemp("model") / "tiny.gguf", context_length=20_000)
+
+
+def specgen(model: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "specgen", "run", "-m", str(model), "--device", "cpu", *arguments]
+
+
+def test_a_real_answer_into_head(model: Path) -> None:
+    line = shlex.join(specgen(model, "-p", "x", "--ignore-eos"))
+    done = shell(f"{line} </dev/null | head -c 10 | wc -c; echo ${{PIPESTATUS[0]}}")
+    assert done.stdout.split() == [b"10", b"141"]
+    assert done.stderr == b""
+
+
+def test_a_real_answer_is_interrupted(model: Path) -> None:
+    code, out, err = interrupted(specgen(model, "-p", "x", "--ignore-eos"), signal.SIGINT)
+    assert (code, err) == (130, b"")
+    assert out

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_session import Script
+from gguf_files import llama_file
 from terminal import Terminal
 
 HERE = Path(__file__).resolve().parent
@@ -193,3 +194,24 @@ def test_a_file_gets_plain_text_while_the_terminal_shows_the_status(opened: Open
     assert out.read_text() == "Plain drafted chosen"
     assert len(terminal.lines()) == 1
     assert PLAIN_SUMMARY.match(terminal.lines()[0])
+
+
+# With a real model: a random Llama of one layer in a GGUF file.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_file(tmp_path_factory.mktemp("model") / "tiny.gguf", context_length=20_000)
+
+
+def test_a_real_answer_on_a_terminal(model: Path) -> None:
+    line = ["-m", "specgen", "run", "-m", str(model), "--device", "cpu", "-p", "hello world", "--ignore-eos"]
+    terminal = Terminal(line, columns=60, rows=12)
+    terminal.until("per pass")
+    assert "tok/s" in terminal.lines()[-1]
+    terminal.process.send("\x03")
+    assert terminal.finish() == 130
+    assert PLAIN_SUMMARY.match(terminal.lines()[-1])
+    assert "interrupted" in terminal.lines()[-1]
+    assert sum("per pass" in shown for shown in terminal.lines()) <= 1, "the status line is gone"
+    assert "Traceback" not in "".join(terminal.lines())

@@ -17,6 +17,7 @@ from specgen.cli.flags import grouped
 from specgen.cli.interrupt import terminate_politely
 from specgen.cli.models import models_app
 from specgen.cli.run import run
+from specgen.config import flag_defaults
 
 SUMMARY = """Run a quantised language model on this machine: the same text, sooner, by exact speculative decoding.
 
@@ -58,6 +59,7 @@ app = typer.Typer(
 )
 app.command("run", epilog=EXIT_CODES)(grouped(run))
 app.add_typer(models_app, name="models")
+_MODELS_COMMANDS = ("list", "show", "pull", "rm", "path")
 
 
 def _version(wanted: bool) -> None:
@@ -74,7 +76,11 @@ def _global(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
+    """Options of every command, and the user's standing choices as the defaults of flags."""
     Console.of(context).debug = debug
+    chosen = flag_defaults()
+    registry_file = {name: value for name, value in chosen.items() if name == "models"}
+    context.default_map = {"run": chosen, "models": dict.fromkeys(_MODELS_COMMANDS, registry_file)}
 
 
 def main() -> None:

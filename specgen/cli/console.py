@@ -15,16 +15,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Literal, TextIO, cast
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 import typer
 
+from specgen.config import ColorName
 from specgen.errors import ExitCode, SpecgenError, UsageError
 
 if TYPE_CHECKING:
     import rich.console
-
-ColorName = Literal["auto", "always", "never"]
 
 CLOSED_PIPE = 141
 """Exit code when the reader of our output went away: what a shell shows for `yes` in `yes | head`."""

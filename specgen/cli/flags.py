@@ -147,7 +147,9 @@ class OutputFlags:
             help="Write the answer there instead, all at once; after Ctrl-C what was said until then.",
         ),
     ] = None
-    quiet: Annotated[bool, _output("-q", "--quiet", help="No status line, summary, notes or highlighting.")] = False
+    quiet: Annotated[bool, _output("--quiet/--no-quiet", "-q", help="No status line, summary, notes, highlights.")] = (
+        False
+    )
     color: Annotated[
         str, _output("--color", metavar="auto|always|never", help="auto: on a terminal without NO_COLOR.")
     ] = "auto"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
-from specgen.cli.console import ColorName, Console, descriptor
+from specgen.cli.console import Console, descriptor
 from specgen.cli.fetchbar import fetch_bar
 from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags
 from specgen.cli.interrupt import exit_code, interrupts
@@ -22,6 +22,7 @@ from specgen.cli.prompt import PromptSource, argument_text, read_prompt
 from specgen.cli.report import Outcome, answer_object, json_line, stats_tables, summary
 from specgen.cli.screen import terminal_size, unechoed
 from specgen.cli.view import LiveView, View, choose_view, write_bytes
+from specgen.config import ColorName
 from specgen.errors import ExitCode, UsageError
 from specgen.events import Finished, FinishReason, Started
 from specgen.options import LoadOptions, RunOptions, SamplingOptions, check_choice
