@@ -1,15 +1,17 @@
-"""Prompt lookup: what followed the last few tokens the last time they stood in prompt or answer.
+"""Prompt lookup: what followed the last few tokens when they stood in prompt or answer, or in earlier answers.
 
-Knows: the committed tokens, indexed by every n-gram of n_min … n_max tokens as they come: O(n_max) per committed token
-and per lookup, however long the context. Does not know: any model. Source: Saxena, "Prompt lookup decoding" (2023).
+Knows: tokens, indexed by every n-gram of n_min … n_max tokens as they come: O(n_max) per committed token and per
+lookup, however long the context. Does not know: any model, files. Source: Saxena, "Prompt lookup decoding" (2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specgen.draft import Draft
+from specgen.draft import ROOT, Draft
 from specgen.options import NgramOptions
 
 if TYPE_CHECKING:
@@ -19,75 +21,158 @@ CANDIDATES = 8
 """Most recent occurrences of a suffix that are compared."""
 LONGEST_MATCH = 32
 """How far back a match is followed to rank the candidates."""
+GAP = -1
+"""Stands between texts that have nothing to do with each other."""
+
+
+class NgramIndex:
+    """A growing sequence of tokens in which the places that follow an n-gram are known."""
+
+    def __init__(self, options: NgramOptions, texts: Iterable[Sequence[int]] = ()) -> None:
+        self.n_max = options.n_max
+        self.n_min = options.n_min
+        self.tokens: list[int] = []
+        # For each n-gram the positions that follow it, ascending.
+        self._follow: dict[tuple[int, ...], list[int]] = {}
+        for text in texts:
+            for token in (*text, GAP):
+                self.append(token)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        end = len(self.tokens)
+        for gram in self.grams_ending(end):
+            self._follow.setdefault(gram, []).append(end)
+
+    def pop(self) -> None:
+        for gram in self.grams_ending(len(self.tokens)):
+            positions = self._follow[gram]
+            positions.pop()
+            if not positions:
+                del self._follow[gram]
+        self.tokens.pop()
+
+    def grams_ending(self, end: int) -> list[tuple[int, ...]]:
+        """The n-grams that end just before position `end`, the shortest first."""
+        grams = (tuple(self.tokens[end - n : end]) for n in range(self.n_min, min(self.n_max, end) + 1))
+        return [gram for gram in grams if GAP not in gram]
+
+    def places(self, gram: tuple[int, ...]) -> list[int]:
+        """The last few positions that follow `gram` and hold a token."""
+        found = self._follow.get(gram, ())[-CANDIDATES - 1 :]
+        return [place for place in found if place < len(self.tokens) and self.tokens[place] != GAP][-CANDIDATES:]
+
+    def match_length(self, place: int, suffix: Sequence[int]) -> int:
+        """Tokens before `place` that equal those at the end of `suffix`, at most LONGEST_MATCH."""
+        tokens, end, length = self.tokens, len(suffix), 0
+        most = min(place, end, LONGEST_MATCH)
+        while length < most and tokens[place - 1 - length] == suffix[end - 1 - length]:
+            length += 1
+        return length
+
+    def copy(self, place: int, count: int) -> list[int]:
+        """What stands at `place` and behind it, up to a gap. A copy that runs into the end of the sequence goes on with
+        itself, so that a loop of any period is copied whole."""
+        copied = self.tokens[place : place + count]
+        if GAP in copied:
+            return copied[: copied.index(GAP)]
+        period = len(self.tokens) - place
+        for index in range(len(copied), count):
+            copied.append(copied[index - period])
+        return copied
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """An earlier occurrence of the suffix. Candidates are compared by their fields, in this order."""
+
+    rank: int  # of the match length: lengths of like size count as equal
+    frequency: int  # candidates that go on with the same token
+    here: bool  # from this text, not from an earlier one
+    match: int  # tokens
+    place: int
+    token: int
+
+    @property
+    def key(self) -> tuple[int, int, bool, int, int]:
+        return self.rank, self.frequency, self.here, self.match, self.place
 
 
 class NgramProposer:
-    """Chains copied from the best earlier occurrence: the longest suffix first, then the longest match behind it, then
-    the most recent. A copy that runs into the end of the sequence goes on with the draft itself, so a loop of any
-    period is drafted whole."""
+    """Copies what followed the best earlier occurrences of the longest suffix: the longer match first, of like matches
+    the one that goes on as most do, then the most recent. With a width, the best occurrences that go on differently
+    become branches: the best one gets the most nodes."""
 
     name = "ngram"
     reason: str | None = None
 
-    def __init__(self, options: NgramOptions | None = None) -> None:
-        options = options or NgramOptions()
-        self.n_max = options.n_max
-        self.n_min = options.n_min
-        self._tokens: list[int] = []
-        # For each n-gram the positions that follow it, ascending.
-        self._follow: dict[tuple[int, ...], list[int]] = {}
+    def __init__(self, options: NgramOptions | None = None, width: int = 1, earlier: NgramIndex | None = None) -> None:
+        """earlier: other texts to look in, shared and never changed here."""
+        self._here = NgramIndex(options or NgramOptions())
+        self._earlier = earlier
+        self._width = width
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
         assert limit >= 1
-        self._index(committed)
-        found = self._best_match()
-        if found is None:
+        tokens = self._here.tokens
+        for position in range(len(tokens), len(committed)):
+            self._here.append(committed[position])
+        best = self._best(min(self._width, limit))
+        if not best:
             return None
-        match, begin = found
-        return Draft.chain(self._copy(begin, limit), source=self.name, match=match)
+        branches = [self._copy(found, share) for found, share in zip(best, _shares(limit, len(best)), strict=True)]
+        return self._draft(branches, best[0].match)
 
     def observe(self, tokens: Sequence[int], hidden: Tensor | None, start: int) -> None:
         """Nothing to do: `propose` is given the whole committed sequence and indexes what is new."""
 
     def rollback(self, length: int) -> None:
-        for end in range(len(self._tokens), length, -1):
-            for gram in self._grams_ending(end):
-                positions = self._follow[gram]
-                positions.pop()
-                if not positions:
-                    del self._follow[gram]
-            self._tokens.pop()
+        for _ in range(len(self._here.tokens) - length):
+            self._here.pop()
 
-    def _index(self, committed: Sequence[int]) -> None:
-        for position in range(len(self._tokens), len(committed)):
-            self._tokens.append(committed[position])
-            for gram in self._grams_ending(position + 1):
-                self._follow.setdefault(gram, []).append(position + 1)
+    def _best(self, width: int) -> list[_Candidate]:
+        """The best occurrence for each of at most `width` next tokens: of the longest suffix that stood before, then of
+        shorter ones while there are too few."""
+        best: dict[int, _Candidate] = {}
+        for gram in reversed(self._here.grams_ending(len(self._here.tokens))):
+            for found in sorted(self._candidates(gram), key=lambda one: one.key, reverse=True):
+                best.setdefault(found.token, found)
+                if len(best) == width:
+                    return list(best.values())
+        return list(best.values())
 
-    def _grams_ending(self, end: int) -> list[tuple[int, ...]]:
-        """The n-grams that end just before position `end`."""
-        return [tuple(self._tokens[end - n : end]) for n in range(self.n_min, min(self.n_max, end) + 1)]
+    def _candidates(self, gram: tuple[int, ...]) -> list[_Candidate]:
+        tokens = self._here.tokens
+        found = [(self._here, place) for place in self._here.places(gram)]
+        if self._earlier is not None:
+            found += [(self._earlier, place) for place in self._earlier.places(gram)]
+        counts = Counter(index.tokens[place] for index, place in found)
+        candidates = []
+        for index, place in found:
+            token, match = index.tokens[place], index.match_length(place, tokens)
+            candidates.append(_Candidate(match.bit_length(), counts[token], index is self._here, match, place, token))
+        return candidates
 
-    def _best_match(self) -> tuple[int, int] | None:
-        """(tokens that match, at most LONGEST_MATCH; the position whose tokens continue the sequence), or None."""
-        for gram in reversed(self._grams_ending(len(self._tokens))):
-            # The last entry is the suffix itself.
-            earlier = self._follow[gram][-CANDIDATES - 1 : -1]
-            if earlier:
-                return max((self._match_length(position), position) for position in earlier)
-        return None
+    def _copy(self, found: _Candidate, count: int) -> list[int]:
+        index = self._here if found.here else self._earlier
+        assert index is not None
+        return index.copy(found.place, count)
 
-    def _match_length(self, begin: int) -> int:
-        """Tokens before `begin` that equal the tokens before the end."""
-        tokens, end = self._tokens, len(self._tokens)
-        length = 0
-        while length < min(begin, LONGEST_MATCH) and tokens[begin - 1 - length] == tokens[end - 1 - length]:
-            length += 1
-        return length
+    def _draft(self, branches: Sequence[Sequence[int]], match: int) -> Draft:
+        """The branches side by side, level by level, so that a draft cut short loses its deepest nodes."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        last = [ROOT] * len(branches)
+        for level in range(max(map(len, branches))):
+            for number, branch in enumerate(branches):
+                if level < len(branch):
+                    parents.append(last[number])
+                    last[number] = len(tokens)
+                    tokens.append(branch[level])
+        return Draft(tuple(tokens), tuple(parents), (None,) * len(tokens), self.name, match)
 
-    def _copy(self, begin: int, count: int) -> list[int]:
-        copied = self._tokens[begin : begin + count]
-        period = len(self._tokens) - begin
-        for index in range(len(copied), count):
-            copied.append(copied[index - period])
-        return copied
+
+def _shares(limit: int, count: int) -> list[int]:
+    """Nodes for each of `count` ≤ `limit` branches: the second gets a quarter of all, the third an eighth, …"""
+    others = [max(1, limit >> (number + 1)) for number in range(1, count)]
+    return [limit - sum(others), *others]

@@ -76,6 +76,7 @@ class AutoGamma:
         self._probing = False
         self._asked = 0  # levels asked of a model in this cycle
         self._asked_source = ""
+        self._drafted = False  # whether the model that was asked had a draft
         self._unread = dict.fromkeys(self._drafting, 0)  # tokens that a model has not read, since it last drafted
         self._following: set[str] = set()  # models that drafted in the last cycle
         self._read_ms = dict.fromkeys(self._drafting, 0.0)  # decayed mean time of reading one of them
@@ -88,7 +89,7 @@ class AutoGamma:
         self._following = set()
 
     def limit(self, source: str = "") -> int:
-        self._asked, self._probing = 0, False
+        self._begin_cycle()
         if self._since_plain >= PLAIN_EVERY:
             self.reason = "plain decoding is being measured"
             return 0
@@ -120,8 +121,10 @@ class AutoGamma:
         return self._best_level(draft) > 0
 
     def trim(self, draft: Draft) -> Draft | None:
-        if self._probing:
-            return draft
+        if self._asked and draft.source == self._asked_source:
+            self._drafted = True
+            if self._probing:
+                return draft
         kind = kind_of(draft.source, draft.match, draft.confidence)
         if level := self._best_level(draft):
             self._probes.take_up(kind)
@@ -168,23 +171,26 @@ class AutoGamma:
         self.costs.observe(1 + record.proposed, record.verify_ms + record.reconcile_ms)
         self._observe_time(record)
         self._since_plain = self._since_plain + 1 if record.proposed else 0
-        if self._asked:
+        if self._drafted:
             self._observe_model(record)
-        if not record.proposed:
-            return
-        kind = kind_of(record.source, record.match, record.confidence)
-        self.survival.observe(kind, record.depth, record.accepted, cut=record.ending == "cut")
-        self._encourage(kind, record.accepted)
+        if record.proposed:
+            kind = kind_of(record.source, record.match, record.confidence)
+            self.survival.observe(kind, record.depth, record.accepted, cut=record.ending == "cut")
+            self._encourage(kind, record.accepted)
+        self._begin_cycle()
+
+    def _begin_cycle(self) -> None:
+        self._asked, self._probing, self._drafted = 0, False, False
 
     def _observe_time(self, record: CycleRecord) -> None:
         total = record.propose_ms + record.verify_ms + record.reconcile_ms
         lost = max(0.0, total - record.committed * self.costs.step_ms(1)) if self._probing else 0.0
         self._probes.spent(total, lost_ms=lost)
-        if self._asked:
+        if self._drafted:
             self._observe_proposing(self._asked_source, record.propose_ms)
-        else:
+        elif not self._asked:
             self._lookup_ms += DECAY * (record.propose_ms - self._lookup_ms)
-        self._following = {self._asked_source} if self._asked else set()
+        self._following = {self._asked_source} if self._drafted else set()
         for source in self._drafting:
             before = 0 if source in self._following else self._unread[source]
             self._unread[source] = before + record.committed
