@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from specgen.engine import Answer, Cancel, Cycle, Engine
 from specgen.errors import ContextFullError, OutOfMemoryError, UsageError
 from specgen.events import CycleDone, Event, Finished, FinishReason, Prefilled, Started
 from specgen.kernels import select_kernels
+from specgen.machine import processor_name
 from specgen.memory import available_bytes, megabytes, peak_rss_bytes
 from specgen.model.build import build_model
 from specgen.model.families import spec_from_config
@@ -40,6 +41,7 @@ from specgen.text.template import render_chat, starts_with_bos
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from specgen.tune.controller import AutoGamma, FixedGamma
 from specgen.tune.cost import CostTable
+from specgen.tune.plan import PlanBook, PlanStore, Scope
 from specgen.weights.checkpoint import open_checkpoint
 
 __all__ = ["Cancel", "Prompt", "Session", "load"]
@@ -91,7 +93,9 @@ def load(ref: ModelRef, options: LoadOptions | None = None, progress: Progress |
         load_s=time.perf_counter() - began,
         notices=tuple(line for line in (notice, cut) if line),
     )
-    return Session(Engine(EagerRunner(model), cache), kernels, tokenizer, loaded)
+    session = Session(Engine(EagerRunner(model), cache), kernels, tokenizer, loaded)
+    session.use_plans(PlanStore().book(session.scope))
+    return session
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:
@@ -133,12 +137,28 @@ class Session:
         self.tokenizer = tokenizer
         self.loaded = loaded
         self.engine = engine
-        self._kernels = kernels
+        self.kernels = kernels
         self._vocab = min(tokenizer.vocab_size, loaded.spec.vocab)
+        self.plans = PlanBook()
         self._costs = CostTable()
 
+    @property
+    def scope(self) -> Scope:
+        """What a measurement of this session holds for."""
+        threads = getattr(self.kernels, "threads", None) or torch.get_num_threads()
+        kv = next(name for name, dtype in KV_DTYPES.items() if dtype == self.engine.cache.layers[0].k.dtype)
+        device = f"{processor_name()}, {self.kernels.name}, {threads} threads, kv {kv}"
+        return Scope(self.loaded.digest, device, f"specgen {specgen.__version__}, torch {torch.__version__}")
+
+    def use_plans(self, plans: PlanBook) -> None:
+        """What `specgen tune` found, for answers whose speculation is left to us; its costs are where `--gamma auto`
+        begins."""
+        self.plans = plans
+        if plans.costs is not None:
+            self._costs = plans.costs.at(0)
+
     def prompt_ids(self, text: str, *, system: str | None = None, raw: bool = False) -> Prompt:
-        """`text` as the user's turn of a chat, or as it is with `raw`. UsageError for options that exclude each other."""
+        """`text` as the user's turn of a chat, or as it is with `raw`. UsageError for options that exclude others."""
         if not raw:
             turns = [{"role": "system", "content": system}] if system is not None else []
             return self.chat_ids([*turns, {"role": "user", "content": text}])
@@ -178,8 +198,16 @@ class Session:
                 hint="shorten the prompt" + ("" if limit >= self.loaded.spec.context else ", or raise --ctx"),
             )
         text = AnswerText(self.tokenizer, options.stop, ignore_eos=options.ignore_eos, turn=prompt.turn)
+        options, notices = self._planned(prompt, options)
         answer = self._answer(prompt, options, text, cancel)
-        return self._events(prompt, options, answer, text)
+        return self._events(replace(prompt, notices=(*prompt.notices, *notices)), options, answer, text)
+
+    def _planned(self, prompt: Prompt, options: RunOptions) -> tuple[RunOptions, tuple[str, ...]]:
+        """The tuned setting where the user leaves the choice to us, and what to say about it."""
+        if options.proposer != "auto" or options.gamma is not None or options.tree != 1 or options.accept != "coupled":
+            return options, ()
+        plan = self.plans.choice(options.sampling.temperature, len(prompt.ids))
+        return (options, self.plans.notes) if plan is None else (plan.setting.options(options), (plan.notice,))
 
     def _answer(self, prompt: Prompt, options: RunOptions, text: AnswerText, cancel: Cancel) -> Answer:
         gamma = options.gamma
@@ -188,7 +216,7 @@ class Session:
             proposer=self._proposer(options),
             policy=AutoGamma(self._costs) if gamma is None else FixedGamma(gamma),
             rule=RULES[options.accept](),
-            sampler=Sampler(options.sampling, self._kernels, prompt.ids, self._vocab),
+            sampler=Sampler(options.sampling, self.kernels, prompt.ids, self._vocab),
             cut=text.cut,
             max_tokens=options.max_tokens,
             cancel=cancel,

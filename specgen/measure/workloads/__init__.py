@@ -86,7 +86,7 @@ def digest(workloads: Iterable[Workload]) -> str:
     return hashlib.sha256(repr(list(workloads)).encode()).hexdigest()
 
 
-def in_turns(workloads: Sequence[Workload]) -> list[Workload]:
+def kinds_in_turn(workloads: Sequence[Workload]) -> list[Workload]:
     """The first prompt of every kind, then the second of every kind, …: wherever one stops, no kind is missing."""
     by_kind: dict[str, list[Workload]] = {}
     for load in workloads:

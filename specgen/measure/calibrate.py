@@ -1,0 +1,117 @@
+"""What steps cost on this machine with this model: t(R) at several context lengths, and the rest of a cycle.
+
+Knows: the session's runner and cache. Does not know: what is made of the table. The cache is emptied before and after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from specgen.engine import Engine
+from specgen.measure.runs import Report, silent
+from specgen.measure.timer import in_turns
+from specgen.options import MAX_GAMMA, NgramOptions
+from specgen.propose.ngram import NgramProposer
+from specgen.records import RunRecord
+from specgen.tune.predict import ProposeMs
+from specgen.tune.replay import Trace
+
+if TYPE_CHECKING:
+    from specgen.session import Session
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17)
+CONTEXTS = (128, 1024, 4096)
+SEED_TOKENS = 128
+"""Really computed; longer contexts repeat their keys and values, which costs a step the same."""
+
+assert max(ROWS) == MAX_GAMMA + 1
+
+
+def contexts_for(capacity: int) -> list[int]:
+    """The context lengths that a cache of `capacity` slots can be calibrated at."""
+    fitting = [context for context in CONTEXTS if context + max(ROWS) <= capacity]
+    return fitting or [max(1, min(CONTEXTS[0], capacity - max(ROWS)))]
+
+
+def calibrate(
+    session: Session, contexts: Sequence[int], repeats: int, rows: Sequence[int] = ROWS, report: Report = silent
+) -> dict[int, dict[int, list[float]]]:
+    """context → rows → milliseconds of each of `repeats` steps, all row counts in turns."""
+    engine = session.engine
+    fitting = [count for count in rows if count <= engine.runner.widths[-1] and count < engine.cache.capacity]
+    found: dict[int, dict[int, list[float]]] = {}
+    try:
+        for number, context in enumerate(contexts):
+            report(number, len(contexts), f"steps after {context} tokens")
+            _fill(engine, context, session.loaded.spec.vocab)
+            tasks = {str(count): _step(engine, count, session.loaded.spec.vocab) for count in fitting}
+            in_turns(tasks, 1)  # warm-up
+            found[context] = {int(name): times for name, times in in_turns(tasks, repeats).items()}
+    finally:
+        engine.rewind(0)
+    return found
+
+
+def _fill(engine: Engine, context: int, vocab: int) -> None:
+    """Bring `context` slots of the cache into use."""
+    cache = engine.cache
+    engine.rewind(0)
+    cache.rollback(0)
+    seed = min(SEED_TOKENS, context)
+    with cache.transaction(seed):
+        engine.runner.prefill([(7 * i + 3) % vocab for i in range(seed)], cache)
+        cache.commit(seed)
+    for layer in cache.layers:
+        for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
+            if tensor is not None:
+                for start in range(seed, context, seed):
+                    stop = min(start + seed, context)
+                    tensor[:, start:stop] = tensor[:, : stop - start]
+    if context > seed:
+        with cache.transaction(context - seed):
+            cache.commit(context - seed)
+
+
+def _step(engine: Engine, rows: int, vocab: int) -> Callable[[], float]:
+    tokens = [(11 * row + 5) % vocab for row in range(rows)]
+    parents = range(-1, rows - 1)
+
+    def step() -> float:
+        with engine.cache.transaction(rows):
+            begin = time.perf_counter()
+            engine.runner.step(tokens, parents, engine.cache)
+            return 1e3 * (time.perf_counter() - begin)
+
+    return step
+
+
+def medians(times: dict[int, dict[int, list[float]]]) -> dict[int, dict[int, float]]:
+    """context → rows → median milliseconds."""
+    return {context: {rows: median(values) for rows, values in table.items()} for context, table in times.items()}
+
+
+def cycle_overheads(records: Sequence[RunRecord]) -> tuple[float, float]:
+    """(milliseconds to choose one token, milliseconds of the rest of a cycle) from plain runs."""
+    choosing: list[float] = []
+    rest: list[float] = []
+    for record in records:
+        # One gap for each cycle after the first: plain cycles commit one token.
+        for cycle, gap in zip(record.cycles[1:], record.gaps_ms, strict=False):
+            choosing.append(cycle.reconcile_ms)
+            rest.append(max(0.0, gap - cycle.propose_ms - cycle.verify_ms - cycle.reconcile_ms))
+    return (median(choosing), median(rest)) if choosing else (0.0, 0.0)
+
+
+def lookup_ms(trace: Trace) -> ProposeMs:
+    """The time of a prompt lookup, measured along one answer."""
+    proposer, committed, times = NgramProposer(NgramOptions()), list(trace.prompt), []
+    for token in trace.answer:
+        begin = time.perf_counter()
+        proposer.propose(committed, MAX_GAMMA)
+        times.append(1e3 * (time.perf_counter() - begin))
+        committed.append(token)
+    # The first lookup reads the whole prompt.
+    return ProposeMs(once=median(times[1:] or times or [0.0]))
