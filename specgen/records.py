@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens computed by prefill. The prompt's last token is the pending one: the first cycle computes it."""
+        """Prompt tokens computed by prefill; the last one of the prompt is pending, and the first cycle's."""
         return max(0, self.prompt_tokens - self.reused_tokens - 1)
 
     @property

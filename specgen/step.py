@@ -31,7 +31,7 @@ class Model(Protocol):
         ...
 
     def find_non_finite(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
-        """Run the rows again, layer by layer, and name the first place where a value is not finite; None when all is."""
+        """Run the rows again, layer by layer, and name the first place where a value is not finite, or None."""
         ...
 
 
