@@ -109,24 +109,36 @@ static void write_slot(const KvView& kv, bool key, int64_t head, int64_t slot, c
     }
 }
 
-// One slot as floats, padded to `padded` with zeros.
-SG_INLINE void read_slot(const KvView& kv, bool key, int64_t head, int64_t slot, float* out, int padded) {
-    const int64_t row = head * kv.capacity + slot;
-    const uint8_t* from = static_cast<const uint8_t*>(key ? kv.k : kv.v) + row * kv.dim * kv_size(kv.type);
-    const float scale = kv.type == KV_INT8 ? (key ? kv.k_scale : kv.v_scale)[row] : 1.0f;
-    uint8_t tail[4 * L] = {};
-    for (int i = 0; i < padded; i += L) {
-        const int64_t size = kv_size(kv.type);
-        const uint8_t* p = from + i * size;
-        if (i + L > kv.dim) {
-            memcpy(tail, p, static_cast<size_t>((kv.dim - i) * size));
-            p = tail;
-        }
-        VF value = kv.type == KV_F32    ? load<VF>(p)
-                   : kv.type == KV_BF16 ? from_bf16(p)
-                                        : to_float(__builtin_convertvector(load<VSB>(p), VI)) * scale;
-        store(out + i, value);
+template <int TYPE>
+SG_INLINE VF load_kv(const uint8_t* p, float scale) {
+    if constexpr (TYPE == KV_F32) return load<VF>(p);
+    else if constexpr (TYPE == KV_BF16) return from_bf16(p);
+    else return to_float(__builtin_convertvector(load<VSB>(p), VI)) * scale;
+}
+
+// Slots [slot, slot + count) of one head as floats, each padded to whole vectors with zeros.
+template <int TYPE>
+static void read_slots_as(const KvView& kv, bool key, int64_t head, int64_t slot, int64_t count, float* out) {
+    constexpr int SIZE = TYPE == KV_F32 ? 4 : TYPE == KV_BF16 ? 2 : 1;
+    const int64_t first = head * kv.capacity + slot;
+    const uint8_t* from = static_cast<const uint8_t*>(key ? kv.k : kv.v) + first * kv.dim * SIZE;
+    const float* scales = (key ? kv.k_scale : kv.v_scale) + (TYPE == KV_INT8 ? first : 0);
+    const int whole = kv.dim / L * L, rest = kv.dim - whole;
+    for (int64_t i = 0; i < count; i++, from += kv.dim * SIZE) {
+        const float scale = TYPE == KV_INT8 ? scales[i] : 1.0f;
+        for (int d = 0; d < whole; d += L, out += L) store(out, load_kv<TYPE>(from + d * SIZE, scale));
+        if (rest == 0) continue;
+        uint8_t tail[4 * L] = {};
+        memcpy(tail, from + whole * SIZE, static_cast<size_t>(rest * SIZE));
+        store(out, load_kv<TYPE>(tail, scale));
+        out += L;
     }
+}
+
+static void read_slots(const KvView& kv, bool key, int64_t head, int64_t slot, int64_t count, float* out) {
+    if (kv.type == KV_F32) read_slots_as<KV_F32>(kv, key, head, slot, count, out);
+    else if (kv.type == KV_BF16) read_slots_as<KV_BF16>(kv, key, head, slot, count, out);
+    else read_slots_as<KV_INT8>(kv, key, head, slot, count, out);
 }
 
 // ---- attention ----
@@ -261,30 +273,25 @@ static void fold_block(const AttentionScratch& s, const Attention& a, int low, i
 static void read_block(AttentionScratch& s, const Attention& a, int64_t head, int64_t begin, int64_t first) {
     const int64_t slots = a.path == nullptr ? a.start + a.rows : a.start;
     const int64_t end = std::min<int64_t>(begin + KV_BLOCK, slots);
-    const bool direct = a.kv.type == KV_F32 && a.kv.dim % L == 0;
+    const int64_t from = std::max(begin, first);
+    if (from >= end) return;
     const int padded = a.padded();
-    for (int64_t j = std::max(begin, first); j < end; j++) {
-        const int64_t i = j - begin;
-        if (direct) {
-            const int64_t at = (head * a.kv.capacity + j) * a.kv.dim;
-            s.keys[i] = static_cast<const float*>(a.kv.k) + at;
-            s.values[i] = static_cast<const float*>(a.kv.v) + at;
-        } else {
-            read_slot(a.kv, true, head, j, s.k + i * padded, padded);
-            read_slot(a.kv, false, head, j, s.v + i * padded, padded);
-            s.keys[i] = s.k + i * padded;
-            s.values[i] = s.v + i * padded;
-        }
+    const float *k = s.k + (from - begin) * padded, *v = s.v + (from - begin) * padded;
+    if (a.kv.type == KV_F32 && a.kv.dim % L == 0) {
+        const int64_t at = (head * a.kv.capacity + from) * a.kv.dim;
+        k = static_cast<const float*>(a.kv.k) + at;
+        v = static_cast<const float*>(a.kv.v) + at;
+    } else {
+        read_slots(a.kv, true, head, from, end - from, s.k + (from - begin) * padded);
+        read_slots(a.kv, false, head, from, end - from, s.v + (from - begin) * padded);
     }
+    for (int64_t i = from - begin; i < end - begin; i++, k += padded, v += padded) s.keys[i] = k, s.values[i] = v;
 }
 
 static void read_own_rows(AttentionScratch& s, const Attention& a, int64_t head) {
     if (a.path == nullptr) return;
-    const int padded = a.padded();
-    for (int r = 0; r < a.rows; r++) {
-        read_slot(a.kv, true, head, a.start + r, s.own_k + r * padded, padded);
-        read_slot(a.kv, false, head, a.start + r, s.own_v + r * padded, padded);
-    }
+    read_slots(a.kv, true, head, a.start, a.rows, s.own_k);
+    read_slots(a.kv, false, head, a.start, a.rows, s.own_v);
 }
 
 SG_INLINE void point_at_ancestors(AttentionScratch& s, const Attention& a, int row, int64_t begin, int64_t end) {

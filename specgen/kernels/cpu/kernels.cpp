@@ -81,10 +81,9 @@ SG_EXPORT void sg_rms_norm(Context* c, const float* x, const float* weight, floa
 SG_EXPORT void sg_linear(Context* c, const Linear* w, const float* x, int64_t rows, float* out) {
     std::lock_guard guard(c->lock);
     Pool& pool = c->pool;
-    const Quantised to(c->shared.need<uint8_t>(Quantised::bytes(rows, round_up(w->k, BLOCK))), rows, w->k);
+    const Quantised to(c->shared.need<uint8_t>(Quantised::bytes(rows, w->k)), rows, w->k);
     Rows ready = to.rows();
     ready.x = x, ready.stride = w->k;
-    const TileKernel kernel(*w);
     const Output output{out, w->n, nullptr, 1.0f};
     pool.run([&](int thread) {
         if (is_integer(*w)) {
@@ -93,7 +92,7 @@ SG_EXPORT void sg_linear(Context* c, const Linear* w, const float* x, int64_t ro
             pool.barrier();
         }
         Share share(units_of(*w), thread, pool.size);
-        for (int64_t unit = share.begin; unit < share.end; unit++) linear_unit(*w, kernel, unit, ready, rows, output);
+        linear_units(*w, share.begin, share.end, ready, rows, output);
     });
 }
 

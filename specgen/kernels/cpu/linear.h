@@ -3,12 +3,15 @@
 // Integer kinds (INT4, INT8): activations are quantised to int8 per row and 32 inputs; a tile of L outputs holds, for
 // each weight group, [L scales][L mins] and then, per 32 inputs (16 for groups of 16), the L · 4 bytes of each 4 inputs
 // (INT4: low nibbles inputs 8j…8j+3, high nibbles 8j+4…8j+7). Every row's sum is
-//     acc = fma(scale · x_scale, dot, acc); acc = fma(min, x_scale · Σq, acc)      in the order of the blocks,
+//     acc = fma(min, x_scale · Σq, acc); acc = fma(scale · x_scale, dot, acc)      in the order of the blocks,
 // so its bits depend on nothing but the row and the weights.
 //
 // Float kinds (everything else): 64 inputs of a tile are decoded to float once, then each row adds them in four
 // interleaved sums (input k goes to sum k % 4), combined as (0 + 1) + (2 + 3) at the end.
 #pragma once
+
+#include <algorithm>
+#include <type_traits>
 
 #include "pool.h"
 #include "simd.h"
@@ -17,7 +20,7 @@ enum Kind : int32_t { INT4, INT8, DENSE_F32, DENSE_F16, DENSE_BF16, FP8, CODE4, 
 
 constexpr int BLOCK = 32;      // inputs per activation scale
 constexpr int CHUNK = 64;      // inputs that the float kinds decode at once
-constexpr int ROWS_MAX = 16;   // rows that share one pass over a tile
+constexpr int ROWS_MAX = 8;    // rows that share one pass over a tile
 constexpr int UNIT = 32;       // outputs that a thread takes at once
 constexpr int TILES = UNIT / L;
 
@@ -135,36 +138,53 @@ static void pack(Pool& pool, const Source& s, const Linear& w, uint8_t* out) {
 
 // ---- activations ----
 
-// Rows of activations ready for a weight: quantised for integer kinds, else as they are.
+// Rows that go through a tile together: as even as possible, at most ROWS_MAX.
+struct Chunks {
+    int64_t rows, size;
+    explicit Chunks(int64_t all) : rows(all) {
+        const int64_t count = (all + ROWS_MAX - 1) / ROWS_MAX;
+        size = (all + count - 1) / count;
+    }
+    int count_at(int64_t first) const { return static_cast<int>(rows - first < size ? rows - first : size); }
+};
+
+// Rows of activations ready for a weight: as they are for float kinds; for integer kinds quantised, the rows of a chunk
+// side by side, block after block, so that a kernel for a fixed number of rows finds everything at fixed distances.
 struct Rows {
-    const float* x;        // (rows, stride) float kinds
+    const float* x;        // (rows, stride)
     int64_t stride;
-    const int8_t* q;       // (rows, k_pad)
-    const float* scale;    // (rows, k_pad / 32)
+    const int8_t* q;       // per chunk (blocks, rows of the chunk, 32)
+    const float* scale;    // per chunk (blocks, rows of the chunk)
     const float* sum;      // scale · Σq
-    const int32_t* q_sum;  // Σq
-    int64_t k_pad;
+    const int32_t* q_sum;  // Σq of the block's first and second half
+    int64_t blocks;
+
+    // The same, beginning with a chunk's first row.
+    Rows from(int64_t row) const {
+        const int64_t at = row * blocks;
+        return {x + row * stride, stride, q + at * BLOCK, scale + at, sum + at, q_sum + 2 * at, blocks};
+    }
 };
 
 // Memory of quantised rows, cut from one buffer.
 struct Quantised {
     int8_t* q;
-    float* scale;
-    float* sum;
+    float *scale, *sum;
     int32_t* q_sum;
-    int64_t k_pad;
+    int64_t blocks;
+    Chunks chunks;
 
-    static int64_t bytes(int64_t rows, int64_t k_pad) { return rows * (k_pad + k_pad / BLOCK * 12) + 64; }
+    static int64_t bytes(int64_t rows, int64_t k) { return rows * (k + BLOCK - 1) / BLOCK * (BLOCK + 16) + rows * 64; }
 
-    Quantised(uint8_t* at, int64_t rows, int64_t k) : k_pad(round_up(k, BLOCK)) {
-        const int64_t blocks = rows * (k_pad / BLOCK);
+    Quantised(uint8_t* at, int64_t rows, int64_t k) : blocks((k + BLOCK - 1) / BLOCK), chunks(rows) {
+        const int64_t all = rows * blocks;
         q = reinterpret_cast<int8_t*>(at);
-        scale = reinterpret_cast<float*>(at + rows * k_pad);
-        sum = scale + blocks;
-        q_sum = reinterpret_cast<int32_t*>(sum + blocks);
+        scale = reinterpret_cast<float*>(at + all * BLOCK);
+        sum = scale + all;
+        q_sum = reinterpret_cast<int32_t*>(sum + all);
     }
 
-    Rows rows() const { return {nullptr, 0, q, scale, sum, q_sum, k_pad}; }
+    Rows rows() const { return {nullptr, 0, q, scale, sum, q_sum, blocks}; }
 };
 
 // Nothing smaller is worth a scale: 127 / amax must not overflow.
@@ -183,29 +203,28 @@ SG_INLINE void quantise_block(const float* x, int count, int8_t* q, float* scale
     if (top >= 0x7F800000 || amax < TINY) {
         memset(q, 0, BLOCK);
         *scale = *sum = top >= 0x7F800000 ? NAN : 0.0f;
-        *q_sum = 0;
+        q_sum[0] = q_sum[1] = 0;
         return;
     }
     const float inverse = 127.0f / amax;
-    VI total{};
+    VI half[2] = {};
     for (int i = 0; i < BLOCK / L; i++) {
         VI n = round_to_int(v[i] * inverse);
-        total += n;
+        half[2 * i * L / BLOCK] += n;
         store(q + i * L, __builtin_convertvector(n, VSB));
     }
-    int32_t t = 0;
-    for (int i = 0; i < L; i++) t += total[i];
-    *q_sum = t;
+    q_sum[0] = q_sum[1] = 0;
+    for (int i = 0; i < L; i++) q_sum[0] += half[0][i], q_sum[1] += half[1][i];
     *scale = amax * (1.0f / 127.0f);
-    *sum = *scale * static_cast<float>(t);
+    *sum = *scale * static_cast<float>(q_sum[0] + q_sum[1]);
 }
 
 static void quantise_row(const float* x, int64_t k, const Quantised& to, int64_t row) {
-    const int64_t blocks = to.k_pad / BLOCK, at = row * blocks;
-    for (int64_t b = 0; b < blocks; b++) {
-        const int64_t left = k - b * BLOCK;
-        quantise_block(x + b * BLOCK, static_cast<int>(left < BLOCK ? left : BLOCK), to.q + row * to.k_pad + b * BLOCK,
-                       to.scale + at + b, to.sum + at + b, to.q_sum + at + b);
+    const int64_t first = row / to.chunks.size * to.chunks.size, together = to.chunks.count_at(first);
+    for (int64_t b = 0; b < to.blocks; b++) {
+        const int64_t left = k - b * BLOCK, at = first * to.blocks + b * together + row - first;
+        quantise_block(x + b * BLOCK, static_cast<int>(left < BLOCK ? left : BLOCK), to.q + at * BLOCK, to.scale + at,
+                       to.sum + at, to.q_sum + 2 * at);
     }
 }
 
@@ -231,63 +250,76 @@ SG_INLINE void load_nibbles(const uint8_t* p, Bytes (&w)[STEPS]) {
     }
 }
 
-// One block of weights (STEPS · 4 inputs, already unpacked) for one row.
-template <class Dot, bool MIN, int STEPS>
-SG_INLINE VF add_block(VF acc, const Bytes (&w)[STEPS], VF scale, VF low, const Rows& x, int64_t row, int64_t k) {
-    const int64_t at = row * (x.k_pad / BLOCK) + k / BLOCK;
-    const int8_t* q = x.q + row * x.k_pad + k;
-    Dot dot;
-    for (int i = 0; i < STEPS; i++) dot.add(w[i], q + 4 * i);
-    int32_t q_sum = 0;
-    float sum = 0.0f;
-    if constexpr (STEPS * 4 == BLOCK) {
-        q_sum = x.q_sum[at];
-        sum = x.sum[at];
-    } else {
-        for (int i = 0; i < STEPS * 4; i++) q_sum += q[i];
-        sum = x.scale[at] * static_cast<float>(q_sum);
+// One block of weights (STEPS · 4 inputs, already unpacked) for ROWS rows; `at` is the block's first row, `part` the half
+// of the block where it is half a block. First all dots, then all float adds: in this order no row's chain of dependent
+// operations keeps the next row's out of the core's scheduler.
+template <class Dot, bool MIN, int STEPS, int ROWS>
+SG_INLINE void add_block(VF* acc, const Bytes (&w)[STEPS], VF scale, VF low, const Rows& x, int64_t at, int part) {
+    constexpr bool HALF = STEPS * 4 < BLOCK;
+    const int8_t* q = x.q + at * BLOCK + part * STEPS * 4;
+    const int32_t* q_sum = x.q_sum + 2 * at + part;
+    VI dots[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        Dot dot;
+        for (int i = 0; i < STEPS; i++) dot.add(w[i], q + r * BLOCK + 4 * i);
+        dots[r] = dot.sum(HALF ? q_sum[2 * r] : q_sum[2 * r] + q_sum[2 * r + 1]);
     }
-    acc = fma(scale * x.scale[at], to_float(dot.sum(q_sum)), acc);
-    if constexpr (MIN) acc = fma(low, splat(sum), acc);
-    return acc;
+    for (int r = 0; r < ROWS; r++) {
+        const float x_scale = x.scale[at + r];
+        if constexpr (MIN) {
+            const float sum = HALF ? x_scale * static_cast<float>(q_sum[2 * r]) : x.sum[at + r];
+            acc[r] = fma(low, splat(sum), acc[r]);
+        }
+        acc[r] = fma(scale * x_scale, to_float(dots[r]), acc[r]);
+    }
 }
 
-// acc[0…rows) for the tile at p. ONE fixes rows == 1, so that the sum stays in a register.
-template <int KIND, bool MIN, bool F32, int STEPS, bool ONE>
-static void integer_tile(const Linear& w, const uint8_t* p, const Rows& x, int64_t row, int rows, VF* acc) {
+// acc[0…rows) of one chunk for the tile at p. ROWS fixes the number of rows (0: it is `rows`).
+template <int KIND, bool MIN, bool F32, int STEPS, int ROWS>
+static void integer_tile(const Linear& w, const uint8_t* p, const Rows& x, int rows, VF* out) {
     using Dot = std::conditional_t<KIND == INT4, Dot4, Dot8>;
     constexpr int SCALE = L * (F32 ? 4 : 2), VALUES = 4 * L * STEPS / (KIND == INT4 ? 2 : 1);
-    VF one{};
-    if constexpr (!ONE)
-        for (int r = 0; r < rows; r++) acc[r] = VF{};
-    for (int64_t k = 0; k < w.k_pad;) {
+    const int count = ROWS ? ROWS : rows;
+    VF acc[ROWS ? ROWS : ROWS_MAX];
+    for (int r = 0; r < count; r++) acc[r] = VF{};
+    for (uint32_t k = 0; k < static_cast<uint32_t>(w.k_pad);) {
         const VF scale = load_scale<F32>(p);
         const VF low = MIN ? load_scale<F32>(p + SCALE) : VF{};
         p += MIN ? 2 * SCALE : SCALE;
-        for (const int64_t end = k + w.group; k < end; k += STEPS * 4, p += VALUES) {
+        for (const uint32_t end = k + static_cast<uint32_t>(w.group); k < end; k += STEPS * 4, p += VALUES) {
             Bytes values[STEPS];
             if constexpr (KIND == INT4) load_nibbles<STEPS>(p, values);
             else load_weights<Dot, STEPS>(p, values);
-            if constexpr (ONE) one = add_block<Dot, MIN, STEPS>(one, values, scale, low, x, row, k);
+            const int64_t at = k / BLOCK * static_cast<uint32_t>(count);
+            const int part = STEPS * 4 < BLOCK ? k / (STEPS * 4) & 1 : 0;
+            if constexpr (ROWS > 0) add_block<Dot, MIN, STEPS, ROWS>(acc, values, scale, low, x, at, part);
             else
-                for (int r = 0; r < rows; r++)
-                    acc[r] = add_block<Dot, MIN, STEPS>(acc[r], values, scale, low, x, row + r, k);
+                for (int r = 0; r < count; r++)
+                    add_block<Dot, MIN, STEPS, 1>(acc + r, values, scale, low, x, at + r, part);
         }
     }
-    if constexpr (ONE) acc[0] = one;
+    for (int r = 0; r < count; r++) out[r] = acc[r];
 }
 
-using TileFn = void (*)(const Linear&, const uint8_t*, const Rows&, int64_t, int, VF*);
+using TileFn = void (*)(const Linear&, const uint8_t*, const Rows&, int, VF*);
 
-template <bool ONE>
-static TileFn integer_kernel(const Linear& w) {
-    if (w.kind == INT4) return w.scale_f32 ? integer_tile<INT4, true, true, 8, ONE> : integer_tile<INT4, true, false, 8, ONE>;
+// A kernel for each number of rows where speed matters most: the formats of most files, every path's memory permitting.
+template <int KIND, bool MIN, bool F32, size_t... R>
+static TileFn fixed_rows(int rows, std::index_sequence<R...>) {
+    static constexpr TileFn table[] = {integer_tile<KIND, MIN, F32, 8, static_cast<int>(R) + 1>...};
+    return table[rows - 1];
+}
+
+static TileFn integer_kernel(const Linear& w, int rows) {
+    using All = std::make_index_sequence<ROWS_MAX>;
+    if (w.kind == INT4)
+        return w.scale_f32 ? fixed_rows<INT4, true, true>(rows, All{}) : fixed_rows<INT4, true, false>(rows, All{});
     if (w.group % BLOCK == 0) {
-        if (w.has_min) return w.scale_f32 ? integer_tile<INT8, true, true, 8, ONE> : integer_tile<INT8, true, false, 8, ONE>;
-        return w.scale_f32 ? integer_tile<INT8, false, true, 8, ONE> : integer_tile<INT8, false, false, 8, ONE>;
+        if (w.has_min) return w.scale_f32 ? integer_tile<INT8, true, true, 8, 0> : integer_tile<INT8, true, false, 8, 0>;
+        return w.scale_f32 ? integer_tile<INT8, false, true, 8, 0> : fixed_rows<INT8, false, false>(rows, All{});
     }
-    if (w.has_min) return w.scale_f32 ? integer_tile<INT8, true, true, 4, ONE> : integer_tile<INT8, true, false, 4, ONE>;
-    return w.scale_f32 ? integer_tile<INT8, false, true, 4, ONE> : integer_tile<INT8, false, false, 4, ONE>;
+    if (w.has_min) return w.scale_f32 ? integer_tile<INT8, true, true, 4, 0> : integer_tile<INT8, true, false, 4, 0>;
+    return w.scale_f32 ? integer_tile<INT8, false, true, 4, 0> : integer_tile<INT8, false, false, 4, 0>;
 }
 
 // ---- one tile, float kinds ----
@@ -342,13 +374,13 @@ SG_INLINE void decode(const Linear& w, const uint8_t* p, int64_t k, int count, V
     else decode_scaled(w, p, k, count, out);
 }
 
-static void float_tile(const Linear& w, const uint8_t* p, const Rows& x, int64_t row, int rows, VF* acc) {
+static void float_tile(const Linear& w, const uint8_t* p, const Rows& x, int rows, VF* acc) {
     VF weights[CHUNK], sums[ROWS_MAX][4] = {};
     for (int64_t k = 0; k < w.k; k += CHUNK) {
         const int count = static_cast<int>(w.k - k < CHUNK ? w.k - k : CHUNK);
         decode(w, p, k, count, weights);
         for (int r = 0; r < rows; r++) {
-            const float* at = x.x + (row + r) * x.stride + k;
+            const float* at = x.x + r * x.stride + k;
             VF s0 = sums[r][0], s1 = sums[r][1], s2 = sums[r][2], s3 = sums[r][3];
             int i = 0;
             for (; i + 4 <= count; i += 4) {
@@ -366,15 +398,15 @@ static void float_tile(const Linear& w, const uint8_t* p, const Rows& x, int64_t
 
 // ---- whole linears ----
 
+// The kernel of a weight for chunks of `rows` rows.
 struct TileKernel {
-    TileFn one, many;
-    explicit TileKernel(const Linear& w)
-        : one(is_integer(w) ? integer_kernel<true>(w) : float_tile),
-          many(is_integer(w) ? integer_kernel<false>(w) : float_tile) {}
+    TileFn run;
+    int rows;
+    TileKernel(const Linear& w, int count) : run(is_integer(w) ? integer_kernel(w, count) : float_tile), rows(count) {}
 
-    // acc[r] = row (row + r) of the tile, bias included.
-    void operator()(const Linear& w, int64_t tile, const Rows& x, int64_t row, int rows, VF* acc) const {
-        (rows == 1 ? one : many)(w, w.data + tile * w.tile_bytes, x, row, rows, acc);
+    // acc[r] = row r of the chunk, for one tile, bias included.
+    void operator()(const Linear& w, int64_t tile, const Rows& chunk, VF* acc) const {
+        run(w, w.data + tile * w.tile_bytes, chunk, rows, acc);
         if (w.bias == nullptr) return;
         const VF bias = load_part(w.bias + tile * L, static_cast<int>(w.n - tile * L));
         for (int r = 0; r < rows; r++) acc[r] += bias;
@@ -403,18 +435,20 @@ struct Output {
     }
 };
 
-// One unit (UNIT outputs) of w for all rows.
-static void linear_unit(const Linear& w, const TileKernel& kernel, int64_t unit, const Rows& x, int64_t rows,
-                        const Output& to) {
-    const int64_t last = tiles_of(w);
+// Units [begin, end) of w for all rows.
+static void linear_units(const Linear& w, int64_t begin, int64_t end, const Rows& x, int64_t rows, const Output& to) {
+    const Chunks chunks(rows);
     VF acc[ROWS_MAX];
-    for (int64_t row = 0; row < rows; row += ROWS_MAX) {
-        const int count = static_cast<int>(rows - row < ROWS_MAX ? rows - row : ROWS_MAX);
-        for (int64_t tile = unit * TILES; tile < (unit + 1) * TILES && tile < last; tile++) {
-            kernel(w, tile, x, row, count, acc);
-            for (int r = 0; r < count; r++) to.put(row + r, tile * L, acc[r], w.n);
+    for (int64_t unit = begin; unit < end; unit++)
+        for (int64_t row = 0; row < rows; row += chunks.size) {
+            const TileKernel kernel(w, chunks.count_at(row));
+            const Rows chunk = x.from(row);
+            const int64_t last = std::min((unit + 1) * TILES, tiles_of(w));
+            for (int64_t tile = unit * TILES; tile < last; tile++) {
+                kernel(w, tile, chunk, acc);
+                for (int r = 0; r < kernel.rows; r++) to.put(row + r, tile * L, acc[r], w.n);
+            }
         }
-    }
 }
 
 // One row of the weight as floats: the embedding.

@@ -82,7 +82,7 @@ class StepRun {
         const int64_t q = int64_t{p_.heads} * p_.dim, kv = int64_t{p_.kv_heads} * p_.dim;
         const int64_t sizes[] = {rows_ * p_.hidden, rows_ * q, rows_ * kv, rows_ * kv, rows_ * q,
                                  rows_ * p_.intermediate, rows_ * widest_, shared_floats(attention_of(0)),
-                                 Quantised::bytes(rows_, round_up(widest_, BLOCK)) / 4 + 1, chain_ ? 0 : rows_ * rows_};
+                                 Quantised::bytes(rows_, widest_) / 4 + 1, chain_ ? 0 : rows_ * rows_};
         int64_t total = 0;
         for (int64_t size : sizes) total += round_up(size, 16);
         float* at = memory.need<float>(total);
@@ -95,7 +95,7 @@ class StepRun {
     void cut_threads(Scratch& memory) {
         const int64_t own = std::min(rows_, ALONE_ROWS);
         const int64_t normed = round_up(own * widest_, 16);
-        const int64_t quantised = round_up(Quantised::bytes(own, round_up(widest_, BLOCK)) / 4 + 1, 16);
+        const int64_t quantised = round_up(Quantised::bytes(own, widest_) / 4 + 1, 16);
         normed_floats_ = normed;
         quantised_floats_ = quantised;
         thread_size_ = normed + quantised + thread_floats(attention_of(0)) + 16;
@@ -145,9 +145,8 @@ class StepRun {
         Share share(total, thread, pool_.size);
         for (const Job& job : jobs) {
             const int64_t count = units_of(*job.weight);
-            const TileKernel kernel(*job.weight);
-            for (int64_t i = std::max<int64_t>(share.begin - before, 0); i < std::min(share.end - before, count); i++)
-                linear_unit(*job.weight, kernel, i, x, rows, job.to);
+            linear_units(*job.weight, std::max<int64_t>(share.begin - before, 0), std::min(share.end - before, count), x,
+                         rows, job.to);
             before += count;
         }
         pool_.barrier();
@@ -223,17 +222,19 @@ class StepRun {
     }
 
     void gate_and_up(int thread, const PlanLayer& l, const Rows& x) {
-        const TileKernel gate(*l.gate), up(*l.up);
+        const Chunks chunks(rows_);
         Share share(units_of(*l.gate), thread, pool_.size);
-        const int64_t size = p_.intermediate, last = tiles_of(*l.gate);
+        const int64_t size = p_.intermediate;
         VF g[ROWS_MAX], u[ROWS_MAX];
         for (int64_t unit = share.begin; unit < share.end; unit++)
-            for (int64_t row = 0; row < rows_; row += ROWS_MAX) {
-                const int count = static_cast<int>(std::min<int64_t>(rows_ - row, ROWS_MAX));
-                for (int64_t tile = unit * TILES; tile < (unit + 1) * TILES && tile < last; tile++) {
-                    gate(*l.gate, tile, x, row, count, g);
-                    up(*l.up, tile, x, row, count, u);
-                    for (int r = 0; r < count; r++)
+            for (int64_t row = 0; row < rows_; row += chunks.size) {
+                const TileKernel gate(*l.gate, chunks.count_at(row)), up(*l.up, chunks.count_at(row));
+                const Rows chunk = x.from(row);
+                const int64_t last = std::min((unit + 1) * TILES, tiles_of(*l.gate));
+                for (int64_t tile = unit * TILES; tile < last; tile++) {
+                    gate(*l.gate, tile, chunk, g);
+                    up(*l.up, tile, chunk, u);
+                    for (int r = 0; r < gate.rows; r++)
                         store_part(b_.mlp + (row + r) * size + tile * L, activate(g[r], p_.activation) * u[r],
                                    static_cast<int>(size - tile * L));
                 }
