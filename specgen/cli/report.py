@@ -143,7 +143,7 @@ def _summary_parts(outcome: Outcome, marks: Marks) -> list[str]:
     if record.proposed:
         parts.append(f"{DRAFT_WORD} {percent(record.accepted / record.proposed)}")
         parts.append(f"{number(record.yield_tokens, 2)} per pass")
-    if record.proposed and marks.draft:
+    if record.accepted and marks.draft:
         parts.append("underlined: from the draft")
     parts.append(f"{(record.ttft_ms + record.decode_ms) / 1e3:.1f} s")
     parts.append(f"γ {started.gamma}")
