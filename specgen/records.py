@@ -5,6 +5,7 @@ Knows: cycles as they happened and the figures that follow from them. Does not k
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -101,7 +102,7 @@ class RunRecord:
         if percent == 50:
             return median(self.gaps_ms)
         ranked = sorted(self.gaps_ms)
-        return ranked[min(len(ranked) - 1, max(0, round(percent / 100 * len(ranked) + 0.5) - 1))]
+        return ranked[max(1, math.ceil(percent / 100 * len(ranked))) - 1]
 
     def fallbacks(self) -> dict[str, int]:
         """Why cycles went without a draft, and how many."""

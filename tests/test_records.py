@@ -49,6 +49,13 @@ def test_nothing_measured_is_none() -> None:
     assert record.survival() == []
 
 
+def test_percentiles_are_nearest_rank() -> None:
+    record = RunRecord(gaps_ms=[float(value) for value in range(20, 0, -1)])
+    assert record.gap_percentile_ms(95) == 19.0, "the 19th of 20"
+    assert record.gap_percentile_ms(100) == 20.0
+    assert record.gap_percentile_ms(1) == 1.0
+
+
 def test_fallbacks_are_counted_by_reason() -> None:
     record = RunRecord(
         cycles=[cycle(0, 0, "plain", fallback="a"), cycle(0, 0, "plain", fallback="a"), cycle(1, 1, "bonus")]
