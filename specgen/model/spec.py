@@ -11,6 +11,11 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
 
+Sublayer = tuple[Literal["attention", "mlp"], int]
+"""One half of a layer, by the layer's index."""
+Skipped = frozenset[Sublayer]
+"""What a draft of the model itself leaves out."""
+
 QkNorm = Literal["head", "projection"]
 """RMSNorm on q and k before RoPE: over each head (Qwen3, Gemma 3), or over all heads together (OLMo 2)."""
 

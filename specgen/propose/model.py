@@ -44,6 +44,18 @@ class Reader(Protocol):
         ...
 
 
+def advance(runner: StepRunner, cache: KVCache, tokens: Sequence[int]) -> Tensor:
+    """Read `tokens` into the cache, in one step where they fit → logits (V,) of what follows them."""
+    rows = len(tokens)
+    with cache.transaction(rows):
+        if rows <= runner.widths[-1]:
+            out = runner.step(tokens, range(-1, rows - 1), cache)
+        else:
+            out = runner.prefill(tokens, cache)
+        cache.commit(rows)
+    return out.logits[-1]
+
+
 class DraftModel:
     """A reader with a cache of its own, which keeps the longest prefix it shares with the committed tokens: what was
     read for an accepted draft stays, so that a cycle begins with one step over one or two tokens."""
@@ -71,15 +83,9 @@ class DraftModel:
         return self._advance([token])
 
     def _advance(self, tokens: Sequence[int]) -> Tensor:
-        rows = len(tokens)
-        with self._cache.transaction(rows):
-            if rows <= self._runner.widths[-1]:
-                out = self._runner.step(tokens, range(-1, rows - 1), self._cache)
-            else:
-                out = self._runner.prefill(tokens, self._cache)
-            self._cache.commit(rows)
+        logits = advance(self._runner, self._cache, tokens)
         self._tokens.extend(tokens)
-        return out.logits[-1]
+        return logits
 
 
 class ModelProposer:
