@@ -198,10 +198,17 @@ def test_nan_in_a_weight_reaches_its_logits(kernels: CpuKernels) -> None:
     assert kernels.argmax(out.logits) == [-1] * 4
 
 
-def test_refusals() -> None:
-    assert plan_refusal(BASE) is None
-    assert plan_refusal(replace(BASE, head_dim=1024)) is not None
-    moe = MoeSpec(4, 2, 64, True)
-    refusal = plan_refusal(replace(BASE, layers=_layers(BASE, moe=moe)))
-    assert refusal is not None
-    assert "mixture" in refusal
+def test_what_a_plan_does_not_cover_runs_op_by_op(kernels: CpuKernels) -> None:
+    moe = replace(BASE, layers=_layers(BASE, moe=MoeSpec(4, 2, 64, True)))
+    weights = tiny_weights(BASE, quant="int4")
+    q = weights.layers[0].q
+    perm = torch.randperm(64, generator=torch.Generator().manual_seed(1)).int()
+    ordered = replace(weights, layers=(replace(weights.layers[0], q=replace(q, perm=perm)), weights.layers[1]))
+    cases = [(moe, tiny_weights(moe, quant="int4"), "mixture"), (BASE, ordered, "order")]
+    for spec, case, reason in cases:
+        model = PlannedDecoder(spec, case, kernels)
+        assert model.refusal is not None
+        assert reason in model.refusal
+        assert plan_refusal(spec, model.weights) == model.refusal
+        _assert_same(_run(model, torch.float32), _run(Decoder(spec, case, kernels), torch.float32))
+    assert PlannedDecoder(BASE, weights, kernels).refusal is None

@@ -32,31 +32,40 @@ QK_NORMS = {None: 0, "head": 1, "projection": 2}
 SKIP_ATTENTION, SKIP_MLP = 1, 2
 
 
-def plan_refusal(spec: ModelSpec) -> str | None:
-    """None when a plan covers the model; else what it has that only `Decoder` runs."""
-    if any(layer.moe is not None for layer in spec.layers):
-        return "a mixture of experts"
+def plan_refusal(spec: ModelSpec, weights: ModelWeights) -> str | None:
+    """None when a plan covers the model (weights as `CpuKernels` prepared them); else what it has that stands against."""
     if spec.head_dim > HEAD_DIM_MAX:
         return f"heads of more than {HEAD_DIM_MAX} dimensions"
+    linears: list[Prepared] = [weights.embedding, weights.head]
+    for layer in weights.layers:
+        if not isinstance(layer.mlp, MlpWeights):
+            return "a mixture of experts"
+        linears += [layer.q, layer.k, layer.v, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down]
+    if any(linear.perm is not None for linear in linears):
+        return "weights whose columns are in an order of their own"
     return None
 
 
 class PlannedDecoder(Decoder):
-    """A `Decoder` over `CpuKernels` whose step is one call. Models that `plan_refusal` names are not for it."""
+    """A `Decoder` over `CpuKernels` whose step is one call, where a plan covers the model; else op by op.
+
+    `refusal` says why there is no plan.
+    """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, kernels: CpuKernels, taps: Collection[int] = ()) -> None:
-        assert plan_refusal(spec) is None
         super().__init__(spec, weights, kernels, taps)
         self._cpu = kernels
         self._rope_specs = tuple(self._ropes)
-        self._layers = (lib.PlanLayer * len(spec.layers))(
-            *(self._layer(index, layer) for index, layer in enumerate(self.weights.layers))
-        )
-        self._plan = self._whole_plan()
         self._bound: tuple[weakref.ref[KVCache], Array[lib.KvView]] | None = None
+        self.refusal = "hidden states are tapped" if self.taps else plan_refusal(spec, self.weights)
+        if self.refusal is None:
+            self._layers = (lib.PlanLayer * len(spec.layers))(
+                *(self._layer(index, layer) for index, layer in enumerate(self.weights.layers))
+            )
+            self._plan = self._whole_plan()
 
     def forward(self, tokens: Sequence[int], attend: Attend, cache: KVCache, last_only: bool) -> StepOut:
-        if self.taps:
+        if self.refusal is not None:
             return super().forward(tokens, attend, cache, last_only)
         rows = len(tokens)
         assert rows == len(attend.parents) == len(attend.positions) > 0

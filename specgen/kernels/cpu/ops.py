@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specgen.errors import SpecgenError
 from specgen.kernels.base import Attend, KVLayer, Noise, Truncation
 from specgen.kernels.cpu import library as lib
 from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, QuantLinear
@@ -41,6 +42,7 @@ class Prepared:
     data: Tensor  # tiles, uint8
     bias: Tensor | None  # (N,) float32
     code: Tensor | None  # (16,) float32
+    perm: Tensor | None  # (K,) int64: stored column j multiplies input perm[j]
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +71,7 @@ class CpuKernels:
         self.name = f"cpu {library.sg_path().decode()}"
         self.context = library.sg_context_new(threads)
         if not self.context:
-            raise MemoryError("the threads of the CPU kernels could not be started")
+            raise SpecgenError(f"the {threads} threads of the CPU kernels could not be started")
         self._close = weakref.finalize(self, library.sg_context_free, self.context)
 
     def prepare(self, weight: QuantLinear) -> Prepared:
@@ -89,13 +91,18 @@ class CpuKernels:
         self.library.sg_pack(
             self.context, byref(struct), values.data_ptr(), _pointer(scale), _pointer(low), groups, data.data_ptr()
         )
-        return Prepared(struct, (n, k), data, bias, code)
+        perm = weight.perm if isinstance(weight, GroupedInt4 | GroupedInt8) else None
+        return Prepared(struct, (n, k), data, bias, code, None if perm is None else perm.long())
 
     def embedding(self, ids: Tensor, weight: Prepared) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty(len(ids), weight.shape[1])
         self.library.sg_embedding(self.context, byref(weight.struct), ids.data_ptr(), len(ids), out.data_ptr())
-        return out
+        if weight.perm is None:
+            return out
+        result = torch.empty_like(out)
+        result[:, weight.perm] = out
+        return result
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = _floats(x), _floats(weight)
@@ -107,7 +114,7 @@ class CpuKernels:
         return out
 
     def linear(self, x: Tensor, weight: Prepared) -> Tensor:
-        x = _floats(x)
+        x = _floats(x if weight.perm is None else x[:, weight.perm])
         assert x.shape[1] == weight.shape[1]
         out = torch.empty(len(x), weight.shape[0])
         self.library.sg_linear(self.context, byref(weight.struct), x.data_ptr(), len(x), out.data_ptr())
