@@ -165,6 +165,8 @@ def _compile(compiler: Compiler, flags: Sequence[str], target: Path) -> None:
                 f"{compiler.command[0]} could not compile the CPU kernels: {lines[0]}",
                 hint="a compiler with C++20 is needed: g++ 12 or clang 15, or newer (set CXX to choose one)",
             )
+        if not partial.is_file():
+            raise BuildError(f"{compiler.command[0]} made no library, though it reports success")
         partial.replace(target)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler.command[0]} took more than {COMPILE_TIMEOUT_S} s for the CPU kernels") from error

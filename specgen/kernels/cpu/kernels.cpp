@@ -25,13 +25,19 @@ struct Context {
     std::mutex lock;  // one call at a time: the scratch is shared
 };
 
+#if defined(SG_SIMDE)
+#define SG_EMULATED " emulated"
+#else
+#define SG_EMULATED ""
+#endif
+
 const char* path_name() {
 #if SG_PATH == SG_AVX512_VNNI
-    return "avx512 vnni";
+    return "avx512 vnni" SG_EMULATED;
 #elif SG_PATH == SG_AVX2_VNNI
-    return "avx2 vnni";
+    return "avx2 vnni" SG_EMULATED;
 #elif SG_PATH == SG_AVX2
-    return "avx2";
+    return "avx2" SG_EMULATED;
 #elif defined(__ARM_FEATURE_DOTPROD)
     return "neon dot";
 #else

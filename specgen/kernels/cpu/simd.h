@@ -147,9 +147,9 @@ SG_INLINE float half_to_float(uint16_t h) {
 }
 
 SG_INLINE VF from_f16(const void* from) {
-#if SG_PATH == SG_AVX512_VNNI
+#if SG_PATH == SG_AVX512_VNNI && !defined(SG_SIMDE)  // which lacks it
     return bits<VF>(_mm512_cvtph_ps(load<__m256i>(from)));
-#elif SG_PATH >= SG_AVX2
+#elif SG_PATH >= SG_AVX2 && SG_PATH != SG_AVX512_VNNI
     return bits<VF>(_mm256_cvtph_ps(load<__m128i>(from)));
 #else
     VU half = __builtin_convertvector(load<VH>(from), VU);
