@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     MODEL = 3
     MEMORY = 4
     CONTEXT = 5
+    INCOMPLETE = 6
     INTERRUPTED = 130
 
 

@@ -15,6 +15,7 @@ from specgen.records import CycleRecord, RunRecord
 class FinishReason(StrEnum):
     EOS = "eos"  # the model ended its answer
     STOP = "stop"  # a stop string
+    GRAMMAR = "grammar"  # the grammar of a constrained answer allows nothing more
     LENGTH = "length"  # --max-tokens
     CONTEXT = "context"  # the context limit
     CANCELLED = "cancelled"  # Ctrl-C or a consumer that went away
@@ -47,6 +48,7 @@ class CycleDone:
 
     record: CycleRecord
     length: int
+    tokens: tuple[int, ...] = ()  # the committed ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Piece:
 
     text: str
     drafted: bool  # True: an accepted draft token; False: the target's own (corrected, bonus or plain)
+    thinking: bool = False  # reasoning before the answer, which is no part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Finished:
     text: str  # all pieces joined; a stop string and what follows it are not in it
     token_ids: tuple[int, ...]  # committed completion tokens, up to the one that ended the answer (included)
     record: RunRecord
+    complete: bool = True  # False: a constrained answer was cut where its grammar may not end
+    thinking: str = ""  # what a reasoning model wrote before its answer, where that is kept apart
 
 
 Event = Started | Prefilled | CycleDone | Piece | Finished

@@ -6,6 +6,7 @@ Knows: every option of an answer and its valid range. Does not know: flags, mode
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -15,6 +16,10 @@ from specgen.errors import UsageError, nearest
 ProposerName = Literal["auto", "ngram", "model", "mix", "skip", "none"]
 AcceptName = Literal["coupled", "rejection", "typical"]
 KVName = Literal["auto", "f32", "bf16", "int8"]
+ConstraintKind = Literal["json-schema", "json-object", "regex", "grammar"]
+ThinkName = Literal["on", "off", "show", "hide"]
+
+QuantName = Literal["int4", "int8", "fp8", "nf4"]
 
 MAX_GAMMA = 16
 MAX_TREE = 8
@@ -99,6 +104,17 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintOptions:
+    """What the answer must look like (`text.grammar` reads it)."""
+
+    kind: ConstraintKind
+    source: str = ""  # the schema, expression or grammar itself; nothing for "json-object"
+
+    def __post_init__(self) -> None:
+        check_choice("constraint", self.kind, get_args(ConstraintKind))
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """One answer."""
 
@@ -112,6 +128,8 @@ class RunOptions:
     tree: int = 1  # continuations tried at each place; 1: a chain
     ngram: NgramOptions = field(default_factory=NgramOptions)
     draft: DraftOptions = field(default_factory=DraftOptions)
+    constraint: ConstraintOptions | None = None
+    think: ThinkName = "on"  # reasoning: kept apart (on), not wanted (off), part of the answer (show), dropped (hide)
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -121,8 +139,24 @@ class RunOptions:
         check_range("tree", self.tree, 1, MAX_TREE)
         check_choice("proposer", self.proposer, get_args(ProposerName))
         check_choice("acceptance rule", self.accept, get_args(AcceptName))
+        check_choice("think", self.think, get_args(ThinkName))
+        if self.constraint is not None and self.ignore_eos:
+            raise UsageError("--ignore-eos goes on after the end that a grammar sets", hint="leave one of them out")
         if any(not text for text in self.stop):
             raise UsageError("a stop string is empty", hint="give the text at which the answer should stop")
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGT])(i?)[bB]?|[bB])?")
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of `6GB`, `512 MiB`, `1.5G` or a plain number: k, M, G, T are decimal, Ki, Mi, Gi, Ti binary."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{name} is {text!r}", hint="give a size like 6GB or 512MiB")
+    number, unit, binary = match.groups()
+    power = " KMGT".index((unit or " ").upper())
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +167,15 @@ class LoadOptions:
     threads: int | None = None  # None: what the affinity mask and the cgroup allow
     context_tokens: int | None = None  # None: the model's own limit
     kv: KVName = "auto"
+    draft_quant: QuantName | None = None  # None: as its files are
+    max_memory_bytes: int | None = None  # None: what is free
+    ngram_store: bool = False  # look in the texts of earlier runs, and keep this run's
 
     def __post_init__(self) -> None:
+        if self.draft_quant is not None:
+            check_choice("draft quantisation", self.draft_quant, get_args(QuantName))
+        if self.max_memory_bytes is not None:
+            check_range("max memory", self.max_memory_bytes, 1, math.inf)
         if self.threads is not None:
             check_range("threads", self.threads, 1, 1024)
         if self.context_tokens is not None:

@@ -38,6 +38,18 @@ class SamplingKernels(Protocol):
     def argmax(self, logits: Tensor) -> list[int]: ...
 
 
+class Constraint(Protocol):
+    """Which tokens an answer may go on with: a function of the answer, so that each row of a step has its own."""
+
+    def allowed(self, path: Sequence[int]) -> Tensor:
+        """(≥ V,) bool: what may follow the committed answer and `path`. At least one token may."""
+        ...
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer were committed."""
+        ...
+
+
 class NonFiniteLogitsError(SpecgenError):
     """A row of logits held NaN or +inf, or nothing but -inf. The engine adds the layer's name."""
 
@@ -63,15 +75,18 @@ class Sampler:
         kernels: SamplingKernels,
         prompt: Sequence[int],
         vocab: int,  # the tokenizer's; logits behind it are padding and never chosen
+        constraint: Constraint | None = None,
     ) -> None:
         self.options = options
         self.vocab = vocab
         self._kernels = kernels
         self._cut = Truncation(options.temperature, options.top_k, options.top_p, options.min_p)
         self._bias = self._dense_bias()
+        self._forbids = self._bias is not None and bool((self._bias == -torch.inf).any())
         penalised = options.has_penalties
         self._seen = self._counts(prompt) if penalised else None  # (V,) in prompt and answer
         self._said = torch.zeros(vocab) if penalised else None  # (V,) in the answer
+        self._constraint = constraint
 
     def _dense_bias(self) -> Tensor | None:
         if not self.options.logit_bias:
@@ -92,9 +107,21 @@ class Sampler:
             counts = self._counts(tokens)
             self._seen += counts
             self._said += counts
+        if self._constraint is not None:
+            self._constraint.commit(tokens)
 
     def adjust(self, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
-        """(≥ V,) logits of the row that follows committed + `path` → (V,) with bias and penalties applied."""
+        """(≥ V,) logits of the row that follows committed + `path` → (V,) with bias, penalties and grammar applied."""
+        adjusted = self._penalised(logits, path)
+        if self._constraint is None:
+            return adjusted
+        allowed = self._constraint.allowed(path)[: self.vocab].to(adjusted.device)
+        adjusted = adjusted.masked_fill(~allowed, -torch.inf)
+        if self._forbids and float(adjusted.max()) == -torch.inf:
+            raise SpecgenError("the grammar and --logit-bias together leave no token to go on with")
+        return adjusted
+
+    def _penalised(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         adjusted = logits[: self.vocab]
         if self._bias is not None:
             adjusted = adjusted + self._bias
