@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specgen.errors import ModelError
+from specgen.weights.ggml_types import GGML_TYPES
 from specgen.weights.gguf_file import GgufCheckpoint
 from specgen.weights.gguf_header import GgufHeader
 from specgen.weights.mapped import MappedFile
@@ -43,6 +44,16 @@ def open_and_read(path: Path, data: bytes) -> None:
     for key in checkpoint.metadata:
         _ = checkpoint.metadata[key]
     checkpoint.digest()
+
+
+def test_the_types_are_those_of_gguf_py() -> None:
+    theirs = {
+        int(kind): (kind.name, *gguf.constants.GGML_QUANT_SIZES[kind]) for kind in gguf.constants.GGMLQuantizationType
+    }
+    ours = {number: (kind.name, kind.block, kind.block_bytes) for number, kind in GGML_TYPES.items()}
+    common = theirs.keys() & ours.keys()  # another version of the package knows a few more or fewer
+    assert len(common) >= 28
+    assert {number: ours[number] for number in common} == {number: theirs[number] for number in common}
 
 
 def test_the_same_as_gguf_py(tmp_path: Path, whole: bytes) -> None:

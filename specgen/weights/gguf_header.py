@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from specgen.errors import ModelError
+from specgen.weights.ggml_types import GGML_TYPES, GgmlType
 from specgen.weights.mapped import MappedFile
 
 MAGIC = b"GGUF"
@@ -33,7 +33,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: GgmlType
     offset: int  # from the start of the file
     nbytes: int
 
@@ -180,16 +180,16 @@ class GgufHeader(Mapping[str, Any]):
         return name, shape, cursor.scalar("<I"), cursor.scalar("<Q")
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-        try:
-            quant = GGMLQuantizationType(kind)
-            block, block_bytes = GGML_QUANT_SIZES[quant]
-        except (ValueError, KeyError):
-            raise self._cursor.fail(f"tensor {name} has the unknown type {kind}") from None
-        if shape[-1] % block:
-            raise self._cursor.fail(f"tensor {name} has rows of {shape[-1]}, not a multiple of {quant.name}'s {block}")
-        nbytes = math.prod(shape) // block * block_bytes
+        found = GGML_TYPES.get(kind)
+        if found is None:
+            raise self._cursor.fail(f"tensor {name} has the unknown type {kind}")
+        if shape[-1] % found.block:
+            raise self._cursor.fail(
+                f"tensor {name} has rows of {shape[-1]}, not a multiple of {found.name}'s {found.block}"
+            )
+        nbytes = math.prod(shape) // found.block * found.block_bytes
         self._file.check(self.data_start + offset, nbytes, name)
-        return GgufTensor(name, shape, quant, self.data_start + offset, nbytes)
+        return GgufTensor(name, shape, found, self.data_start + offset, nbytes)
 
     def __getitem__(self, key: str) -> Any:
         """A Python number, bool or string; for an array a list of strings or a numpy array."""
