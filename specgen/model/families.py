@@ -14,6 +14,7 @@ from specgen.errors import ModelError, nearest
 from specgen.model.rope import RopeSettings, rope_spec, rope_type
 from specgen.model.settings import Settings, text_part
 from specgen.model.spec import Activation, LayerSpec, ModelSpec, MoeSpec, NormNames, RopeSpec
+from specgen.weights.unread import READ_METHODS
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -23,7 +24,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
 }
 
-QUANT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "gguf")
+QUANT_METHODS = (*READ_METHODS, "gguf")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from specgen.errors import SpecgenError
 from specgen.kernels.base import Attend, KVLayer, Noise, Truncation
 from specgen.kernels.cpu import library as lib
-from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, QuantLinear
+from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, GroupValues, Nested, QuantLinear
 
 BLOCK = 32
 """Inputs that share one activation scale."""
@@ -243,7 +243,13 @@ def _arrays(weight: QuantLinear) -> _Arrays:
 
 
 def _int4(weight: GroupedInt4) -> _Arrays:
-    values, scale, low = weight.nibbles.contiguous(), weight.scale.contiguous(), weight.min.contiguous()
+    values, scale, low = (
+        weight.nibbles.contiguous(),
+        _plain(weight.scale, weight.group),
+        _plain(weight.min, weight.group),
+    )
+    if scale.dtype != low.dtype:
+        scale, low = scale.float(), low.float()
     group = _block_group(weight.group, weight.shape[1], (BLOCK,))
     if group is None:
         return _Arrays(lib.INT4_ANY, values, scale.float(), low.float(), weight.group)
@@ -251,12 +257,23 @@ def _int4(weight: GroupedInt4) -> _Arrays:
 
 
 def _int8(weight: GroupedInt8) -> _Arrays:
-    values, scale = weight.q.contiguous(), weight.scale.contiguous()
-    low = None if weight.min is None else weight.min.to(scale.dtype).contiguous()
+    values, scale = weight.q.contiguous(), _plain(weight.scale, weight.group)
+    low = None if weight.min is None else _plain(weight.min, weight.group)
+    if low is not None and scale.dtype != low.dtype:
+        scale, low = scale.float(), low.float()
     group = _block_group(weight.group, weight.shape[1], (16, BLOCK))
     if group is None:
         return _Arrays(lib.INT8_ANY, values, scale.float(), None if low is None else low.float(), weight.group)
     return _Arrays(lib.INT8, values, scale, low, group)
+
+
+def _plain(values: GroupValues, group: int) -> Tensor:
+    """Scales or mins (N, G) as the library reads them. Products of nested scales are rounded to float16 where groups
+    are small: float32 would make a third of what a step reads out of scales, and the rounding (2⁻¹¹) is far below a
+    quantisation step."""
+    if not isinstance(values, Nested):
+        return values.contiguous()
+    return values.float().half() if group <= BLOCK else values.float()
 
 
 def _block_group(group: int, k: int, fits: tuple[int, ...]) -> int | None:
