@@ -65,7 +65,7 @@ def test_the_same_as_gguf_py(tmp_path: Path, whole: bytes) -> None:
         assert (value.tolist() if isinstance(value, np.ndarray) else value) == reader.fields[key].contents()
     for tensor in reader.tensors:
         ours = header.tensors[tensor.name]
-        assert (ours.shape, ours.type) == (tuple(tensor.shape.tolist())[::-1], tensor.tensor_type)
+        assert (ours.shape, ours.type.name) == (tuple(tensor.shape.tolist())[::-1], tensor.tensor_type.name)
         assert (ours.offset, ours.nbytes) == (tensor.data_offset, tensor.n_bytes)
 
 
