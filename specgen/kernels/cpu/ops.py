@@ -271,9 +271,9 @@ def _plain(values: GroupValues, group: int) -> Tensor:
     """Scales or mins (N, G) as the library reads them. Products of nested scales are rounded to float16 where groups
     are small: float32 would make a third of what a step reads out of scales, and the rounding (2⁻¹¹) is far below a
     quantisation step."""
-    if not isinstance(values, Nested):
-        return values.contiguous()
-    return values.float().half() if group <= BLOCK else values.float()
+    if isinstance(values, Nested):
+        return (values.float().half() if group <= BLOCK else values.float()).contiguous()
+    return values.contiguous()
 
 
 def _block_group(group: int, k: int, fits: tuple[int, ...]) -> int | None:
