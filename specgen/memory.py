@@ -1,6 +1,6 @@
-"""How much memory there is and how much is used.
+"""How much memory there is, how much is used, and what of a run fits into it.
 
-Knows: the limits of this machine and process. Does not know: what the memory is for.
+Knows: the limits of this machine and process, and the sizes that a plan is given. Does not know: models.
 """
 
 from __future__ import annotations
@@ -8,7 +8,17 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from specgen.errors import OutOfMemoryError
+
+KV_SHARE = 0.5
+"""Where the context was not asked for, KV caches may take this share of what is free behind the weights."""
+LEAST_CONTEXT_TOKENS = 512
+"""A context that nobody asked for is not cut below this."""
+CONTEXT_STEP_TOKENS = 256
+"""A cut context is a multiple of this."""
 
 
 def available_bytes() -> int | None:
@@ -49,3 +59,103 @@ def peak_rss_bytes() -> int:
 def megabytes(size: float) -> str:
     """For messages: decimal megabytes."""
     return f"{size / 1e6:,.0f} MB"
+
+
+def resident_bytes() -> int:
+    """The resident size of this process now; its largest so far where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return peak_rss_bytes()
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def budget_bytes(max_memory_bytes: int | None) -> int | None:
+    """What a plan may use: what is free, and with a limit no more than it leaves beside what is used already."""
+    free = available_bytes()
+    if max_memory_bytes is None:
+        return free
+    left = max(0, max_memory_bytes - resident_bytes())
+    return left if free is None else min(free, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one model takes."""
+
+    weights_bytes: int
+    slot_bytes: int  # KV of one token
+    workspace_bytes: int  # activations and logits of its widest step
+    context_tokens: int  # longest sequence that it was made for
+
+    def kv_bytes(self, context_tokens: int) -> int:
+        return self.slot_bytes * min(context_tokens, self.context_tokens)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.weights_bytes + self.workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What is loaded, and how long the context is."""
+
+    context_tokens: int
+    with_draft: bool
+    needed_bytes: int
+    budget_bytes: int | None
+    notices: tuple[str, ...] = ()
+
+
+def plan_memory(target: Need, draft: Need | None, budget: int | None, asked_tokens: int | None = None) -> MemoryPlan:
+    """The longest context with the draft, else the longest without it; a context that was asked for is never cut.
+
+    OutOfMemoryError with the numbers when not even the target alone fits. `budget` None: nobody knows, all is tried.
+    """
+    wanted = target.context_tokens if asked_tokens is None else asked_tokens
+    notices: list[str] = []
+    for models in ([target, draft], [target]) if draft is not None else ([target],):
+        known = [model for model in models if model is not None]
+        context = _context(known, budget, wanted, asked_tokens is not None)
+        if context is None:
+            notices.append(f"running without the draft model: {_shortage(known, budget, _least(wanted, asked_tokens))}")
+            continue
+        if context < wanted:
+            notices.append(f"context cut to {context} of {wanted} tokens: that is what the free memory holds")
+        return MemoryPlan(context, len(known) > 1, _needed(known, context), budget, tuple(notices))
+    shortage = _shortage([target], budget, _least(wanted, asked_tokens))
+    raise OutOfMemoryError(
+        f"the model does not fit: {shortage}",
+        hint="close other programs, ask for less with --ctx or --kv int8, or choose a smaller model",
+    )
+
+
+def _least(wanted: int, asked_tokens: int | None) -> int:
+    return min(wanted, LEAST_CONTEXT_TOKENS) if asked_tokens is None else wanted
+
+
+def _context(models: list[Need], budget: int | None, wanted: int, asked: bool) -> int | None:
+    """The longest context ≤ wanted that fits, None when the least does not."""
+    if budget is None or (asked and _needed(models, wanted) <= budget):
+        return wanted
+    if asked or _needed(models, min(wanted, LEAST_CONTEXT_TOKENS)) > budget:
+        return None
+    for_kv = KV_SHARE * (budget - sum(model.fixed_bytes for model in models))
+    if sum(model.kv_bytes(wanted) for model in models) <= for_kv:
+        return wanted
+    steps = range(wanted // CONTEXT_STEP_TOKENS, 0, -1)
+    lengths = (step * CONTEXT_STEP_TOKENS for step in steps)
+    fitting = (n for n in lengths if n < wanted and sum(model.kv_bytes(n) for model in models) <= for_kv)
+    return max(next(fitting, 0), min(wanted, LEAST_CONTEXT_TOKENS))
+
+
+def _needed(models: list[Need], context: int) -> int:
+    return sum(model.fixed_bytes + model.kv_bytes(context) for model in models)
+
+
+def _shortage(models: list[Need], budget: int | None, context: int) -> str:
+    weights = megabytes(sum(model.weights_bytes for model in models))
+    kv = megabytes(sum(model.kv_bytes(context) for model in models))
+    workspace = megabytes(sum(model.workspace_bytes for model in models))
+    parts = f"weights {weights}, KV of {context} tokens {kv}, workspace {workspace}"
+    return f"{parts}; {megabytes(budget or 0)} are free"

@@ -17,7 +17,7 @@ ProposerName = Literal["auto", "ngram", "model", "mix", "skip", "none"]
 AcceptName = Literal["coupled", "rejection", "typical"]
 KVName = Literal["auto", "f32", "bf16", "int8"]
 ConstraintKind = Literal["json-schema", "json-object", "regex", "grammar"]
-ThinkName = Literal["on", "off", "show", "hide"]
+ThinkName = Literal["auto", "on", "off", "show", "hide"]
 
 QuantName = Literal["int4", "int8", "fp8", "nf4"]
 
@@ -129,7 +129,7 @@ class RunOptions:
     ngram: NgramOptions = field(default_factory=NgramOptions)
     draft: DraftOptions = field(default_factory=DraftOptions)
     constraint: ConstraintOptions | None = None
-    think: ThinkName = "on"  # reasoning: kept apart (on), not wanted (off), part of the answer (show), dropped (hide)
+    think: ThinkName = "auto"  # on and off are told the model; with `show` the reasoning is part of the answer
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

@@ -18,36 +18,39 @@ import torch
 import specgen
 from specgen.accept import RULES
 from specgen.cache import KV_DTYPES, KVCache
-from specgen.engine import Answer, Cancel, Cycle, Engine
-from specgen.errors import ContextFullError, OutOfMemoryError, UsageError
+from specgen.engine import Answer, Cancel, Cut, Cycle, Engine
+from specgen.errors import ContextFullError, UsageError
 from specgen.events import CycleDone, Event, Finished, FinishReason, Prefilled, Started
 from specgen.kernels import select_kernels
+from specgen.kernels.base import Kernels
 from specgen.machine import processor_name
-from specgen.memory import available_bytes, megabytes, peak_rss_bytes
+from specgen.memory import MemoryPlan, Need, budget_bytes, peak_rss_bytes, plan_memory
 from specgen.model.build import build_model
 from specgen.model.families import spec_from_config
-from specgen.model.spec import ModelSpec
-from specgen.options import LoadOptions, RunOptions
-from specgen.paths import cache_dir
-from specgen.propose.base import Proposer
-from specgen.propose.ngram import NgramProposer
-from specgen.propose.none import NoProposer
+from specgen.model.spec import ModelSpec, workspace_bytes
+from specgen.options import ConstraintOptions, LoadOptions, RunOptions, ThinkName
+from specgen.paths import cache_dir, data_dir
+from specgen.propose.forced import ForcedProposer
+from specgen.propose.model import DraftModel
+from specgen.propose.store import NgramStore
 from specgen.records import RunRecord
 from specgen.registry import ModelRef, Progress, pull
 from specgen.sampling import Sampler
+from specgen.speculation import LoadedDraft, Speculation
 from specgen.step import EagerRunner
 from specgen.text.answer import AnswerText
+from specgen.text.compatible import check_same_tokens
+from specgen.text.constrained import GrammarConstraint, GrammarCut, GrammarVocabulary
+from specgen.text.grammar import compile_grammar
 from specgen.text.template import render_chat, starts_with_bos
+from specgen.text.think import THINK_VARIABLES, ThinkSplitter, opens_thought
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
-from specgen.tune.controller import AutoGamma, FixedGamma
-from specgen.tune.cost import CostTable
 from specgen.tune.plan import PlanBook, PlanStore, Scope
+from specgen.weights.base import Checkpoint
 from specgen.weights.checkpoint import open_checkpoint
+from specgen.weights.quantised import quantised_checkpoint
 
 __all__ = ["Cancel", "Prompt", "Session", "load"]
-
-KV_SHARE = 0.5
-"""Without --ctx, the KV cache may take this share of the memory that is free after the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Prompt:
     ids: tuple[int, ...]
     notices: tuple[str, ...] = ()
     turn: bool = True  # the answer is a chat turn of its own, not the continuation of a text
+    thinking: bool = False  # the chat template has opened a thought, which the answer goes on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,80 +71,134 @@ class Loaded:
     kernels: str
     load_s: float
     notices: tuple[str, ...]
+    planned_bytes: int = 0  # weights, KV of the whole context and workspace, of target and draft
 
 
-def load(ref: ModelRef, options: LoadOptions | None = None, progress: Progress | None = None) -> Session:
-    """Fetch the model when it is not on this disk yet, and put it into memory.
+def load(
+    ref: ModelRef,
+    options: LoadOptions | None = None,
+    progress: Progress | None = None,
+    draft: ModelRef | None = None,
+) -> Session:
+    """Fetch the model (and the one that drafts for it) when it is not on this disk yet, and put it into memory.
 
-    ModelError for files that cannot be used, OutOfMemoryError when they do not fit.
+    ModelError for files that cannot be used and for a draft with another tokenizer, OutOfMemoryError when the target
+    does not fit; a draft that does not fit is left out with a notice.
     """
     options = options or LoadOptions()
-    files = pull(ref.entry, progress=progress)
+    target_path = pull(ref.entry, progress=progress).target
+    draft_path = None if draft is None else pull(draft.entry, progress=progress).target
     began = time.perf_counter()
-    checkpoint = open_checkpoint(files.target)
-    spec = spec_from_config(checkpoint.config, options.context_tokens)
-    _check_fits(files.target)
+    target = _open(ref.name, target_path, None, options.context_tokens)
+    small = None
+    if draft is not None and draft_path is not None:
+        small = _open(draft.name, draft_path, options.draft_quant, None)
+        check_same_tokens(target.tokenizer, small.tokenizer, small.name)
+    plan = _memory_plan(target, small, options)
     kernels, notice = select_kernels(options.device, options.threads)
-    tokenizer = load_tokenizer(checkpoint, cache_dir() / "tokenizers")
-    model = build_model(checkpoint, spec, kernels)
-    capacity, cut = _capacity(spec, options)
-    cache = KVCache(len(spec.layers), spec.kv_heads, spec.head_dim, capacity, _kv_dtype(options))
+    model = build_model(target.checkpoint, target.spec, kernels)
+    engine = Engine(EagerRunner(model), model.new_cache(plan.context_tokens, _kv_dtype(options)))
+    speculation = Speculation(engine, model, target.checkpoint.digest())
+    if small is not None and plan.with_draft:
+        speculation.draft = _load_draft(small, target, plan, kernels, options)
+    elif small is not None:
+        speculation.missing_draft = plan.notices[0]
+    if options.ngram_store:
+        vocab = min(target.tokenizer.vocab_size, target.spec.vocab)
+        speculation.store = NgramStore(data_dir() / "ngrams", speculation.digest, vocab)
     loaded = Loaded(
         name=ref.name,
-        digest=checkpoint.digest(),
-        spec=spec,
+        digest=speculation.digest,
+        spec=target.spec,
         kernels=kernels.name,
         load_s=time.perf_counter() - began,
-        notices=tuple(line for line in (notice, cut) if line),
+        notices=(*((notice,) if notice else ()), *plan.notices),
+        planned_bytes=plan.needed_bytes,
     )
-    session = Session(Engine(EagerRunner(model), cache), kernels, tokenizer, loaded)
+    session = Session(speculation, kernels, target.tokenizer, loaded)
     session.use_plans(PlanStore().book(session.scope))
     return session
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A model of which only the headers and the tokenizer have been read."""
+
+    name: str
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    weights_bytes: int
+
+    def need(self, kv: torch.dtype) -> Need:
+        spec = self.spec
+        slot_bytes = KVCache(len(spec.layers), spec.kv_heads, spec.head_dim, 1, kv).slot_bytes
+        return Need(self.weights_bytes, slot_bytes, workspace_bytes(spec), spec.context)
+
+
+def _open(name: str, path: Path, quant: str | None, context_tokens: int | None) -> _Opened:
+    checkpoint = open_checkpoint(path)
+    if quant is not None:
+        checkpoint = quantised_checkpoint(checkpoint, quant, cache_dir() / "quantised")
+    spec = spec_from_config(checkpoint.config, context_tokens)
+    tokenizer = load_tokenizer(checkpoint, cache_dir() / "tokenizers")
+    weights_bytes = sum(checkpoint.tensor(tensor).nbytes for tensor in checkpoint.names())
+    return _Opened(name, checkpoint, spec, tokenizer, weights_bytes)
+
+
+def _memory_plan(target: _Opened, draft: _Opened | None, options: LoadOptions) -> MemoryPlan:
+    asked, kv = options.context_tokens, _kv_dtype(options)
+    if asked is not None and asked > target.spec.context:
+        raise UsageError(f"--ctx is {asked}", hint=f"the model was made for at most {target.spec.context} tokens")
+    needs = target.need(kv), None if draft is None else draft.need(kv)
+    return plan_memory(*needs, budget_bytes(options.max_memory_bytes), asked)
+
+
+def _load_draft(
+    draft: _Opened, target: _Opened, plan: MemoryPlan, kernels: Kernels, options: LoadOptions
+) -> LoadedDraft:
+    model = build_model(draft.checkpoint, draft.spec, kernels)
+    cache = model.new_cache(min(plan.context_tokens, draft.spec.context), _kv_dtype(options))
+    reader = DraftModel(EagerRunner(model), cache, draft.spec.vocab)
+    return LoadedDraft(draft.name, reader, draft.weights_bytes / target.weights_bytes)
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:
     return KV_DTYPES["bf16" if options.kv == "auto" else options.kv]
 
 
-def _check_fits(path: Path) -> None:
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    needed, free = sum(file.stat().st_size for file in files), available_bytes()
-    if free is not None and needed > free:
-        raise OutOfMemoryError(
-            f"the weights take {megabytes(needed)} and {megabytes(free)} are free",
-            hint="close other programs, or choose a smaller model (`specgen models list`)",
-        )
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What can end an answer."""
 
+    text: AnswerText
+    constraint: GrammarConstraint | None
+    cancel: Cancel
 
-def _capacity(spec: ModelSpec, options: LoadOptions) -> tuple[int, str | None]:
-    """(slots of the cache, a notice when that is less than the model's own context)."""
-    if options.context_tokens is not None:
-        if options.context_tokens > spec.context:
-            raise UsageError(
-                f"--ctx is {options.context_tokens}", hint=f"the model was made for at most {spec.context} tokens"
-            )
-        return options.context_tokens, None
-    slot_bytes = KVCache(len(spec.layers), spec.kv_heads, spec.head_dim, 1, _kv_dtype(options)).slot_bytes
-    free = available_bytes()
-    fitting = spec.context if free is None else int(free * KV_SHARE) // slot_bytes
-    if fitting >= spec.context:
-        return spec.context, None
-    capacity = max(512, fitting // 256 * 256)
-    return capacity, f"context cut to {capacity} of {spec.context} tokens: that is what the free memory holds"
+    @property
+    def cut(self) -> Cut:
+        return self.text.cut if self.constraint is None else GrammarCut(self.text.cut, self.constraint)
+
+    def complete(self, reason: FinishReason) -> bool:
+        """Whether the answer is a whole sentence of its grammar."""
+        if self.constraint is None or reason in (FinishReason.EOS, FinishReason.GRAMMAR):
+            return True
+        return self.constraint.accepts(self.text.text)
 
 
 class Session:
     """One model, one cache, one answer at a time. The cache is kept between answers: a prompt that begins like the
     last one is prefilled from where it differs."""
 
-    def __init__(self, engine: Engine, kernels: Any, tokenizer: Tokenizer, loaded: Loaded) -> None:
+    def __init__(self, speculation: Speculation, kernels: Kernels, tokenizer: Tokenizer, loaded: Loaded) -> None:
         self.tokenizer = tokenizer
         self.loaded = loaded
-        self.engine = engine
+        self.speculation = speculation
+        self.engine = speculation.engine
         self.kernels = kernels
+        self._grammars: GrammarVocabulary | None = None  # made for the first constrained answer
         self._vocab = min(tokenizer.vocab_size, loaded.spec.vocab)
         self.plans = PlanBook()
-        self._costs = CostTable()
 
     @property
     def scope(self) -> Scope:
@@ -155,27 +213,35 @@ class Session:
         begins."""
         self.plans = plans
         if plans.costs is not None:
-            self._costs = plans.costs.at(0)
+            self.speculation.use_costs(plans.costs.at(0))
 
-    def prompt_ids(self, text: str, *, system: str | None = None, raw: bool = False) -> Prompt:
+    def prompt_ids(
+        self, text: str, *, system: str | None = None, raw: bool = False, think: ThinkName = "auto"
+    ) -> Prompt:
         """`text` as the user's turn of a chat, or as it is with `raw`. UsageError for options that exclude others."""
         if not raw:
             turns = [{"role": "system", "content": system}] if system is not None else []
-            return self.chat_ids([*turns, {"role": "user", "content": text}])
+            return self.chat_ids([*turns, {"role": "user", "content": text}], think)
         if system is not None:
             raise UsageError("--system needs a chat template, and --raw goes without", hint="leave one of them out")
         return self._checked(self.tokenizer.encode(text, add_special=True), turn=False)
 
-    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    def chat_ids(self, messages: Sequence[Mapping[str, str]], think: ThinkName = "auto") -> Prompt:
         """Messages (`role`, `content`) through the model's chat template, up to where the model's turn begins."""
+        rendered = self.render(messages, think)
+        prompt = self._checked(self.tokenizer.encode_chat(rendered), turn=True)
+        return replace(prompt, thinking=opens_thought(rendered))
+
+    def render(self, messages: Sequence[Mapping[str, str]], think: ThinkName = "auto") -> str:
+        """The text of the chat template for `messages`, as `Tokenizer.encode_chat` reads it."""
         tokenizer = self.tokenizer
-        rendered = render_chat(
+        return render_chat(
             tokenizer.chat_template,
             messages,
             special=tokenizer.named,
             shielded=tokenizer.special_strings,
+            extra=THINK_VARIABLES.get(think),
         )
-        return self._checked(tokenizer.encode_chat(rendered), turn=True)
 
     def _checked(self, ids: Sequence[int], *, turn: bool) -> Prompt:
         if not ids:
@@ -197,10 +263,19 @@ class Session:
                 f"the prompt has {len(prompt.ids)} tokens and the context holds {limit}",
                 hint="shorten the prompt" + ("" if limit >= self.loaded.spec.context else ", or raise --ctx"),
             )
-        text = AnswerText(self.tokenizer, options.stop, ignore_eos=options.ignore_eos, turn=prompt.turn)
+        constraint = None if options.constraint is None else self._constraint(options.constraint)
+        split = prompt.turn and constraint is None and options.think != "show"
+        text = AnswerText(
+            self.tokenizer,
+            options.stop,
+            ignore_eos=options.ignore_eos,
+            turn=prompt.turn and constraint is None,  # a grammar says whether there is a space
+            thoughts=ThinkSplitter(inside=prompt.thinking) if split else None,
+        )
+        ending = _Ending(text, constraint, cancel)
         options, notices = self._planned(prompt, options)
-        answer = self._answer(prompt, options, text, cancel)
-        return self._events(replace(prompt, notices=(*prompt.notices, *notices)), options, answer, text)
+        answer, more = self._answer(prompt, options, ending)
+        return self._events(replace(prompt, notices=(*prompt.notices, *notices, *more)), options, answer, ending)
 
     def _planned(self, prompt: Prompt, options: RunOptions) -> tuple[RunOptions, tuple[str, ...]]:
         """The tuned setting where the user leaves the choice to us, and what to say about it."""
@@ -209,25 +284,27 @@ class Session:
         plan = self.plans.choice(options.sampling.temperature, len(prompt.ids))
         return (options, self.plans.notes) if plan is None else (plan.setting.options(options), (plan.notice,))
 
-    def _answer(self, prompt: Prompt, options: RunOptions, text: AnswerText, cancel: Cancel) -> Answer:
-        gamma = options.gamma
-        return Answer(
+    def _answer(self, prompt: Prompt, options: RunOptions, ending: _Ending) -> tuple[Answer, tuple[str, ...]]:
+        """What the engine needs for one answer, and what to say about it."""
+        sampler = Sampler(options.sampling, self.kernels, prompt.ids, self._vocab, ending.constraint)
+        start = self.speculation.begin(options, sampler, prompt.ids)
+        if ending.constraint is not None and options.proposer != "none":
+            start.proposer = ForcedProposer(ending.constraint, start.proposer, start.policy)
+        answer = Answer(
             prompt=prompt.ids,
-            proposer=self._proposer(options),
-            policy=AutoGamma(self._costs) if gamma is None else FixedGamma(gamma),
+            proposer=start.proposer,
+            policy=start.policy,
             rule=RULES[options.accept](),
-            sampler=Sampler(options.sampling, self.kernels, prompt.ids, self._vocab),
-            cut=text.cut,
+            sampler=sampler,
+            cut=ending.cut,
             max_tokens=options.max_tokens,
-            cancel=cancel,
+            cancel=ending.cancel,
         )
+        return answer, start.notices
 
-    def _proposer(self, options: RunOptions) -> Proposer:
-        return NoProposer() if options.proposer == "none" else NgramProposer(options.ngram)
-
-    def _events(self, prompt: Prompt, options: RunOptions, answer: Answer, text: AnswerText) -> Iterator[Event]:
+    def _events(self, prompt: Prompt, options: RunOptions, answer: Answer, ending: _Ending) -> Iterator[Event]:
         began = time.perf_counter()
-        record = RunRecord()
+        record, text = RunRecord(), ending.text
         yield Started(
             model=self.loaded.name,
             proposer=answer.proposer.name,
@@ -245,12 +322,19 @@ class Session:
             for cycle in self.engine.decode(answer, record):
                 last = _time(record, cycle, began, last)
                 if cycle.tokens:
-                    yield CycleDone(cycle.record, len(self.engine.committed))
+                    yield CycleDone(cycle.record, len(self.engine.committed), cycle.tokens)
                     yield from text.pieces(cycle.tokens, cycle.accepted)
                 reason = cycle.reason or reason
         yield from text.flush()
+        self.speculation.finish(self.engine.committed)
         record.kv_bytes = record.kv_tokens * self.engine.cache.slot_bytes
-        yield Finished(reason, text.text, tuple(text.token_ids), record)
+        yield Finished(reason, text.text, tuple(text.token_ids), record, ending.complete(reason), text.thinking)
+
+    def _constraint(self, options: ConstraintOptions) -> GrammarConstraint:
+        """GrammarError where the grammar cannot be used (a command checks it before it loads a model)."""
+        if self._grammars is None:
+            self._grammars = GrammarVocabulary(self.tokenizer)
+        return GrammarConstraint(self._grammars, compile_grammar(options))
 
     def report(self) -> dict[str, Any]:
         """What `--json` says of the session: model, load time, memory in bytes, versions."""
@@ -258,10 +342,12 @@ class Session:
         return {
             "model": loaded.name,
             "digest": loaded.digest,
+            "draft": None if self.speculation.draft is None else self.speculation.draft.name,
             "load_s": loaded.load_s,
             "memory": {
                 "kv_capacity_tokens": cache.capacity,
                 "kv_token_bytes": cache.slot_bytes,
+                "planned_bytes": loaded.planned_bytes,
                 "peak_rss_bytes": peak_rss_bytes(),
             },
             "versions": {

@@ -118,15 +118,15 @@ def install(script: Script, put: Callable[[str, ModuleType], object] = sys.modul
     """Put the fakes where the command looks for `specgen.session` and `specgen.registry`."""
     session = FakeSession(script)
 
-    def load(ref: Any, options: LoadOptions) -> FakeSession:
-        session.calls.append({"load": asdict(options), "ref": ref.name})
+    def load(ref: Any, options: LoadOptions, *, draft: Any = None) -> FakeSession:
+        session.calls.append({"load": asdict(options), "ref": ref.name, "draft": draft and draft.name})
         return session
 
     def resolve_model(name: str, registry: Any) -> Any:
         if name == "unknown":
             raise ModelError("unknown model 'unknown'", hint="did you mean 'fake'?")
         sampling = {"temperature": 0.5, "top_k": 7} if name == "warm" else {}
-        return SimpleNamespace(name=name, entry=SimpleNamespace(sampling=sampling))
+        return SimpleNamespace(name=name, entry=SimpleNamespace(sampling=sampling, draft=None))
 
     fakes: dict[str, dict[str, Any]] = {
         "specgen.session": {"load": load, "Cancel": FakeCancel},
@@ -134,6 +134,7 @@ def install(script: Script, put: Callable[[str, ModuleType], object] = sys.modul
             "DEFAULT_MODEL": "fake",
             "load_registry": lambda extra=None: None,
             "resolve_model": resolve_model,
+            "draft_of": lambda ref: None,
             "pull": lambda entry, progress: None,
         },
     }

@@ -64,16 +64,19 @@ def test_every_flag_reaches_the_session(run: Run, session: FakeSession) -> None:
     line = (
         "-t 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2 "
         "--frequency-penalty 0.3 --logit-bias 3=-inf --logit-bias 4=1.5 --seed 9 -n 7 --ignore-eos --proposer none "
-        "--gamma 3 --accept rejection --ctx 64 --threads 2 --device cpu --kv f32 --system S --raw"
+        "--gamma 3 --accept rejection --ctx 64 --threads 2 --device cpu --kv f32 --system S --raw "
+        "--tree 2 --draft-stop 0.3 --draft small --draft-quant int4 --max-memory 2GB --ngram-store"
     )
     assert run("-p", "hi", "--stop", r"a\n", "--stop", r"\d\\n", *line.split()).exit_code == 0
     assert {"text": "hi", "system": "S", "raw": True} in session.calls
     loaded = {"device": "cpu", "threads": 2, "context_tokens": 64, "kv": "f32"}
-    assert {"load": loaded, "ref": "fake"} in session.calls
+    loaded |= {"draft_quant": "int4", "max_memory_bytes": 2_000_000_000, "ngram_store": True}
+    assert {"load": loaded, "ref": "fake", "draft": "small"} in session.calls
     options = options_of(session)["options"]
     assert options.sampling == SamplingOptions(0.7, 5, 0.9, 0.1, 1.1, 0.2, 0.3, ((3, -float("inf")), (4, 1.5)), 9)
     assert (options.max_tokens, options.stop, options.ignore_eos) == (7, ("a\n", r"\d" + r"\n"), True)
     assert (options.proposer, options.gamma, options.accept) == ("none", 3, "rejection")
+    assert (options.tree, options.draft.stop_below) == (2, 0.3)
 
 
 def test_the_defaults_are_reproducible_and_exact(run: Run, session: FakeSession) -> None:

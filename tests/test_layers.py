@@ -38,6 +38,7 @@ RANKS = {
     "memory": 9,
     "machine": 9,
     "tune": 9,
+    "speculation": 10,
     "text": 10,
     "registry": 10,
     "session": 11,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from specgen.options import MAX_GAMMA, AcceptName, KVName, ProposerName
+from specgen.options import MAX_GAMMA, MAX_TREE, AcceptName, KVName, ProposerName, QuantName
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _sampling = partial(typer.Option, rich_help_panel="Sampling", show_default=False)
@@ -61,6 +61,20 @@ class ModelFlags:
     kv: Annotated[str, _model("--kv", metavar="|".join(get_args(KVName)), help="Number format of the KV cache.")] = (
         "auto"
     )
+    max_memory: Annotated[
+        str | None, _model("--max-memory", metavar="SIZE", help="For everything, e.g. 6GB; by default what is free.")
+    ] = None
+    draft: Annotated[
+        str | None,
+        _decoding("--draft", metavar="NAME|PATH|none", help="Small model that drafts; by default the model's own."),
+    ] = None
+    draft_quant: Annotated[
+        str | None,
+        _decoding("--draft-quant", metavar="|".join(get_args(QuantName)), help="Quantise a dense draft when loading."),
+    ] = None
+    ngram_store: Annotated[
+        bool, _decoding("--ngram-store", help="Look in the texts of earlier runs too, and keep this one's on disk.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +134,14 @@ class DecodingFlags:
             "--gamma", metavar="N|auto", help=f"Tokens guessed ahead, 0 to {MAX_GAMMA}; auto measures each cycle."
         ),
     ] = "auto"
+    tree: Annotated[
+        int,
+        _decoding("--tree", metavar="WIDTH", help=f"Continuations tried at each place, 1 to {MAX_TREE}; 1 is a chain."),
+    ] = 1
+    draft_stop: Annotated[
+        float,
+        _decoding("--draft-stop", metavar="P", help="End a model's draft at a token to which it gives less than P."),
+    ] = 0.0
     accept: Annotated[
         str,
         _decoding(

@@ -25,10 +25,10 @@ from specgen.cli.view import LiveView, View, choose_view, write_bytes
 from specgen.config import ColorName
 from specgen.errors import ExitCode, UsageError
 from specgen.events import Finished, FinishReason, Started
-from specgen.options import LoadOptions, RunOptions, SamplingOptions, check_choice
+from specgen.options import DraftOptions, LoadOptions, RunOptions, SamplingOptions, check_choice, parse_size
 
 if TYPE_CHECKING:
-    from specgen.registry import ModelRef
+    from specgen.registry import ModelRef, Registry
     from specgen.session import Prompt, Session
 
 
@@ -60,7 +60,7 @@ def run(
     text = read_prompt(PromptSource(prompt.prompt_file, prompt.prompt, prompt.raw), console.stdin, console.note)
     ref = find_model(model)
     options = run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen}))
-    session = load_session(console, ref, load)
+    session = load_session(console, ref, load, find_draft(model, ref))
     ids = session.prompt_ids(text, system=system, raw=prompt.raw)
     return _answer(console, session, ids, options, _Delivery(output, destination))
 
@@ -173,12 +173,14 @@ def run_options(flags: DecodingFlags, sampling: SamplingOptions) -> RunOptions:
         stop=tuple(unescaped(argument_text("--stop", text)) for text in flags.stop or ()),
         ignore_eos=flags.ignore_eos,
         proposer=cast("Any", flags.proposer),
-        gamma=_gamma(flags.gamma),
+        gamma=gamma_choice(flags.gamma),
         accept=cast("Any", flags.accept),
+        tree=flags.tree,
+        draft=DraftOptions(flags.draft_stop),
     )
 
 
-def _gamma(text: str) -> int | None:
+def gamma_choice(text: str) -> int | None:
     if text == "auto":
         return None
     try:
@@ -197,24 +199,48 @@ def unescaped(text: str) -> str:
 
 
 def load_options(flags: ModelFlags) -> LoadOptions:
-    return LoadOptions(flags.device, flags.threads, flags.ctx, cast("Any", flags.kv))
+    return LoadOptions(
+        device=flags.device,
+        threads=flags.threads,
+        context_tokens=flags.ctx,
+        kv=cast("Any", flags.kv),
+        draft_quant=cast("Any", flags.draft_quant),
+        max_memory_bytes=None if flags.max_memory is None else parse_size("--max-memory", flags.max_memory),
+        ngram_store=flags.ngram_store,
+    )
 
 
 def find_model(flags: ModelFlags) -> ModelRef:
     """The model that the flags name."""
-    from specgen.registry import DEFAULT_MODEL, load_registry, resolve_model
+    from specgen.registry import DEFAULT_MODEL, resolve_model
 
-    registry = load_registry(Path(flags.models) if flags.models is not None else None)
-    return resolve_model(flags.model if flags.model is not None else DEFAULT_MODEL, registry)
+    return resolve_model(flags.model if flags.model is not None else DEFAULT_MODEL, _registry(flags))
 
 
-def load_session(console: Console, ref: ModelRef, options: LoadOptions) -> Session:
+def find_draft(flags: ModelFlags, target: ModelRef) -> ModelRef | None:
+    """The model that drafts for `target`: the one that --draft names, else the one in the target's entry."""
+    from specgen.registry import draft_of, resolve_model
+
+    if flags.draft == "none":
+        return None
+    return draft_of(target) if flags.draft is None else resolve_model(flags.draft, _registry(flags))
+
+
+def _registry(flags: ModelFlags) -> Registry:
+    from specgen.registry import load_registry
+
+    return load_registry(Path(flags.models) if flags.models is not None else None)
+
+
+def load_session(console: Console, ref: ModelRef, options: LoadOptions, draft: ModelRef | None = None) -> Session:
     """The model in memory; its files are fetched first where they are not on this machine."""
     from specgen.registry import pull
 
     with fetch_bar(console) as progress:
-        pull(ref.entry, progress=progress)
+        for one in (ref, draft):
+            if one is not None:
+                pull(one.entry, progress=progress)
     with console.busy(f"loading {ref.name}"):
         from specgen.session import load
 
-        return load(ref, options)
+        return load(ref, options, draft=draft)

@@ -90,3 +90,10 @@ class ModelSpec:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     dtype: str = "float32"  # of the checkpoint, for display
+
+
+def workspace_bytes(spec: ModelSpec, prefill_rows: int = 512, step_rows: int = 64) -> int:
+    """About what the activations of the widest prefill and the logits of the widest step take, in float32."""
+    heads = spec.head_dim * 2 * (spec.heads + spec.kv_heads)
+    row = 4 * spec.hidden + 3 * spec.intermediate + heads
+    return 4 * (prefill_rows * row + step_rows * (spec.vocab + spec.hidden))

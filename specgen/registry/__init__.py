@@ -3,7 +3,7 @@
 from specgen.registry.entries import DEFAULT_MODEL, Artefact, Entry, Registry, load_registry
 from specgen.registry.fetch import PulledModel, cache_path, fetch, find, kept_here, pull, remove
 from specgen.registry.progress import Progress
-from specgen.registry.refs import ModelRef, resolve_model
+from specgen.registry.refs import ModelRef, draft_of, resolve_model
 from specgen.registry.sources import HubSource, LocalSource, PypiSource, Source
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Registry",
     "Source",
     "cache_path",
+    "draft_of",
     "fetch",
     "find",
     "kept_here",

@@ -38,6 +38,15 @@ def resolve_model(ref: str, registry: Registry) -> ModelRef:
     return ModelRef(ref, registry.get(ref), registered=True)  # raises, with the nearest names
 
 
+def draft_of(target: ModelRef) -> ModelRef | None:
+    """The draft model that the target's entry has, as a model of its own."""
+    artefact = target.entry.draft
+    if artefact is None:
+        return None
+    name = f"{target.name} (draft)"
+    return ModelRef(name, Entry(name, artefact), target.registered)
+
+
 def _looks_like_path(ref: str) -> bool:
     return ref.startswith((".", "~")) or "/" in ref or os.sep in ref or Path(ref).suffix in _MODEL_SUFFIXES
 

@@ -1,0 +1,173 @@
+"""How one loaded model is speculated, answer by answer: the options become a proposer and a γ policy.
+
+Knows: which parts a proposer needs, and what outlives an answer (the draft model's cache, estimates, earlier texts, the
+skip set). Does not know: strings, files of models, events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specgen.engine import Engine, GammaPolicy
+from specgen.errors import SpecgenError, UsageError
+from specgen.model.decoder import Decoder
+from specgen.options import RunOptions
+from specgen.propose.base import Proposer
+from specgen.propose.draw import CHOOSERS
+from specgen.propose.mix import MixProposer
+from specgen.propose.model import DraftModel, ModelProposer, Reader
+from specgen.propose.ngram import NgramIndex, NgramProposer
+from specgen.propose.none import NoProposer
+from specgen.propose.skip import Agreement, SharedPrefix, draft_share, sublayers_of, without
+from specgen.propose.store import NgramStore
+from specgen.sampling import Sampler
+from specgen.step import EagerRunner
+from specgen.tune.controller import AutoGamma, FixedGamma
+from specgen.tune.cost import CostTable
+from specgen.tune.skip_search import SkipChoice, SkipSearch
+from specgen.tune.skip_store import SkipStore
+
+SKIP_SEARCH_S = 5.0
+"""What the search for a skip set may take, once per model."""
+LEAST_EVALUATIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model in memory."""
+
+    name: str
+    reader: DraftModel
+    share: float  # what one of its steps costs as a share of the target's: bytes of weights, until it is measured
+
+
+@dataclass(slots=True)
+class Start:
+    """What an answer is decoded with."""
+
+    proposer: Proposer
+    policy: GammaPolicy
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Speculation:
+    """One per session."""
+
+    engine: Engine
+    model: Decoder
+    digest: str
+    draft: LoadedDraft | None = None
+    missing_draft: str | None = None  # why there is none although one was named
+    store: NgramStore | None = None
+    costs: CostTable = field(default_factory=CostTable)
+    _policies: dict[int, AutoGamma] = field(default_factory=dict)  # by width
+    _earlier: dict[tuple[int, int], NgramIndex] = field(default_factory=dict)  # by (n_max, n_min)
+    _skip: SkipChoice | None = None
+
+    def begin(self, options: RunOptions, sampler: Sampler, prompt: Sequence[int]) -> Start:
+        """UsageError when a proposer was asked for that this session cannot run."""
+        name = self._resolved(options)
+        notices = self._find_skips(prompt) if name == "skip" and self._skip is None else ()
+        policy = self._policy(options, len(prompt))
+        return Start(self._proposer(name, options, sampler, policy), policy, (*notices, *self._store_notice()))
+
+    def finish(self, committed: Sequence[int]) -> None:
+        """An answer is complete: prompt and answer are kept for later look-ups, where that was asked for."""
+        if self.store is not None:
+            self.store.add(committed)
+            self._earlier.clear()
+
+    def use_costs(self, costs: CostTable) -> None:
+        """A calibrated t(R)."""
+        self.costs = costs
+        self._policies.clear()
+
+    def _resolved(self, options: RunOptions) -> str:
+        """The proposer by its own name."""
+        name = options.proposer
+        if name == "auto":
+            return "ngram" if self.draft is None else "mix"
+        if name in ("model", "mix") and self.draft is None:
+            if self.missing_draft is None:
+                raise UsageError(f"--proposer {name} needs a draft model", hint="name one with --draft NAME|PATH")
+            return "ngram"  # the reason was told when the model was loaded
+        return name
+
+    def _policy(self, options: RunOptions, prompt_tokens: int) -> GammaPolicy:
+        if options.gamma is not None:
+            return FixedGamma(options.gamma, options.tree)
+        policy = self._policies.get(options.tree)
+        if policy is None:
+            shares = {} if self.draft is None else {"model": self.draft.share}
+            if self._skip is not None:
+                shares["skip"] = draft_share(self.model, self._skip.skipped)
+            policy = self._policies[options.tree] = AutoGamma(self.costs, width=options.tree, drafting=shares)
+        policy.new_text(prompt_tokens)
+        return policy
+
+    def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> Proposer:
+        if name == "none":
+            return NoProposer()
+        if name == "skip":
+            return self._with_reader("skip", self._skip_reader(), options, sampler)
+        lookup = NgramProposer(options.ngram, options.tree, self._earlier_texts(options))
+        if name == "ngram":
+            return lookup
+        assert self.draft is not None
+        model = self._with_reader("model", self.draft.reader, options, sampler)
+        return model if name == "model" else MixProposer(lookup, model, policy)
+
+    @staticmethod
+    def _with_reader(name: str, reader: Reader, options: RunOptions, sampler: Sampler) -> ModelProposer:
+        chooser = CHOOSERS[options.accept](sampler)
+        return ModelProposer(name, reader, sampler, chooser, options.draft, options.tree)
+
+    def _skip_reader(self) -> SharedPrefix:
+        assert self._skip is not None
+        runner = EagerRunner(without(self.model, self._skip.skipped))
+        return SharedPrefix(runner, self.engine.cache, self.model.spec.vocab)
+
+    def _earlier_texts(self, options: RunOptions) -> NgramIndex | None:
+        if self.store is None:
+            return None
+        key = (options.ngram.n_max, options.ngram.n_min)
+        if key not in self._earlier:
+            self._earlier[key] = NgramIndex(options.ngram, self.store.read())
+        return self._earlier[key]
+
+    def _store_notice(self) -> tuple[str, ...]:
+        if self.store is None or self.store.notice is None:
+            return ()
+        notice, self.store.notice = self.store.notice, None
+        return (notice,)
+
+    def _find_skips(self, prompt: Sequence[int]) -> tuple[str, ...]:
+        """The stored skip set, or one that is searched on the prompt; what to say about it."""
+        kept = SkipStore(self.digest, len(self.model.spec.layers))
+        self._skip = kept.load()
+        self._policies.clear()  # they do not know what a draft step costs
+        if self._skip is not None:
+            return ()
+        self._skip = found = self._search_skips(prompt)
+        where = "kept for the next time"
+        try:
+            kept.save(found)
+        except SpecgenError as error:
+            where = error.message
+        count = f"{len(found.skipped)} of {2 * len(self.model.spec.layers)} sublayers"
+        expected = f"{found.speedup:.2f}x expected" if found.gamma else "not expected to pay"
+        return (f"drafting without {count}: right for {found.agreement:.0%} of the prompt, {expected} ({where})",)
+
+    def _search_skips(self, prompt: Sequence[int]) -> SkipChoice:
+        agreement = Agreement(self.model, prompt)
+        sublayers = sublayers_of(self.model)
+        began = time.perf_counter()
+        agreement(frozenset(sublayers[:1]))
+        each_s = time.perf_counter() - began
+        budget = max(LEAST_EVALUATIONS, int(SKIP_SEARCH_S / max(each_s, 1e-6)))
+        return SkipSearch(
+            sublayers, agreement, lambda skipped: draft_share(self.model, skipped), self.costs.ratio, budget
+        ).run()
