@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specgen.errors import ModelError, UsageError
 from specgen.weights import quantise as methods
-from specgen.weights import quantised
+from specgen.weights import quantised, safetensors_write
 from specgen.weights.bnb import codebook
 from specgen.weights.checkpoint import open_checkpoint
 from specgen.weights.formats import find_format
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quantised.os, "fsync", full)
+    monkeypatch.setattr(safetensors_write.os, "fsync", full)
     with pytest.raises(ModelError, match="No space left on device") as raised:
         quantised_checkpoint(base, "int4", tmp_path / "cache")
     assert raised.value.hint is not None

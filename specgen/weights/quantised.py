@@ -7,15 +7,10 @@ renamed, named by the checkpoint's digest, the kind and the version of the metho
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from specgen.errors import ModelError
@@ -24,7 +19,8 @@ from specgen.weights.base import Checkpoint
 from specgen.weights.formats import find_format
 from specgen.weights.module import FLOATS, Module
 from specgen.weights.quantise import Quantiser, quantiser
-from specgen.weights.safetensors_file import DTYPES, SafetensorsFile
+from specgen.weights.safetensors_file import SafetensorsFile
+from specgen.weights.safetensors_write import room_for, write_safetensors
 
 METHOD_VERSION = 1
 """Raised when a kind's numbers change: files of older versions are then not used."""
@@ -36,9 +32,8 @@ LEFT_DENSE = ("gate", "router", "shared_expert_gate")
 """Routers of experts: small, and a wrong choice of expert costs more than their bytes."""
 
 WEIGHT = ".weight"
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ENTRY_BYTES = 160
-"""More than a header entry takes besides its name: offsets and sizes of 20 digits."""
+MAX_SUFFIX = 16
+"""Letters in the longest name that a kind gives a tensor of a module."""
 
 Progress = Callable[[int, int], None]
 
@@ -128,57 +123,16 @@ def _already(base: Checkpoint, key: str) -> ModelError:
     )
 
 
-@dataclass(slots=True)
-class _Writer:
-    """A safetensors file written tensor by tensor; the header's room is kept free and filled in at the end."""
-
-    file: IO[bytes]
-    header_bytes: int
-    entries: dict[str, Any] = field(default_factory=dict)
-    end: int = 0
-
-    def __post_init__(self) -> None:
-        self.file.seek(8 + self.header_bytes)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-        self.file.write(data.data)
-        self.entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self.end, self.end + data.nbytes],
-        }
-        self.end += data.nbytes
-
-    def close(self) -> None:
-        header = json.dumps(self.entries).encode().ljust(self.header_bytes)
-        assert len(header) == self.header_bytes
-        self.file.seek(0)
-        self.file.write(self.header_bytes.to_bytes(8, "little") + header)
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-
 def _write(base: Checkpoint, plan: Mapping[str, Quantiser], path: Path, progress: Progress) -> None:
-    """Quantise module by module into a new file, then give it its name: a broken run leaves nothing behind."""
-    room = sum(3 * (len(key) + ENTRY_BYTES) for key in plan)  # three tensors per module at most
-    temporary: Path | None = None
+    """Quantise module by module into a new file: a broken run leaves nothing behind."""
+    room = 3 * room_for(f"{key}.{'x' * MAX_SUFFIX}" for key in plan)  # three tensors per module at most
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
-            temporary = Path(file.name)
-            writer = _Writer(file.file, -(-(room + 8) // 64) * 64 - 8)  # tensors begin at a multiple of 64
-            for name, tensor in _packed(base, plan, progress):
-                writer.add(name, tensor)
-            writer.close()
-        temporary.replace(path)
+        write_safetensors(path, room, _packed(base, plan, progress))
     except OSError as error:
         raise ModelError(
             f"cannot write the quantised weights to {path}: {error.strerror or error}",
             hint=f"free some space, or set {CACHE_VARIABLE} to a folder with more",
         ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def _packed(base: Checkpoint, plan: Mapping[str, Quantiser], progress: Progress) -> Iterator[tuple[str, Tensor]]:
