@@ -197,7 +197,7 @@ class Session:
         self.engine = speculation.engine
         self.kernels = kernels
         self._grammars: GrammarVocabulary | None = None  # made for the first constrained answer
-        self._vocab = min(tokenizer.vocab_size, loaded.spec.vocab)
+        self.vocab = min(tokenizer.vocab_size, loaded.spec.vocab)
         self.plans = PlanBook()
 
     @property
@@ -286,7 +286,7 @@ class Session:
 
     def _answer(self, prompt: Prompt, options: RunOptions, ending: _Ending) -> tuple[Answer, tuple[str, ...]]:
         """What the engine needs for one answer, and what to say about it."""
-        sampler = Sampler(options.sampling, self.kernels, prompt.ids, self._vocab, ending.constraint)
+        sampler = Sampler(options.sampling, self.kernels, prompt.ids, self.vocab, ending.constraint)
         start = self.speculation.begin(options, sampler, prompt.ids)
         if ending.constraint is not None and options.proposer != "none":
             start.proposer = ForcedProposer(ending.constraint, start.proposer, start.policy)
