@@ -10,6 +10,7 @@ import pytest
 
 from specgen.errors import SpecgenError
 from specgen.options import RunOptions
+from specgen.tune.export import SERVERS, export
 from specgen.tune.plan import Plan, PlanStore, Scope, context_class, temperature_class
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.setting import PLAIN, Setting
@@ -21,6 +22,7 @@ PLAN = Plan(
     temperature="greedy",
     context="short",
     setting=Setting("ngram", 5, 6, 3),
+    fixed_gamma=5,
     speedup=(1.1, 1.2, 1.3),
     by_kind={"chat": 1.0, "code": 1.5},
     costs=Costs({128: {1: 10.0, 5: 14.0}, 1024: {1: 12.0}}, 0.1, 0.2, {"ngram": ProposeMs(0.01, 0.0)}),
@@ -104,6 +106,8 @@ def damaged(**changes: object) -> dict[str, object]:
         (damaged(speedup=[1.0, -1.0, 2.0]), "number"),
         (damaged(by_kind={"chat": "fast"}), "number"),
         (damaged(why=7), "text"),
+        (damaged(fixed_gamma=True), "fixed_gamma"),
+        (damaged(fixed_gamma=17), "fixed_gamma"),
         (damaged(setting={**PLAN.setting.to_json(), "gamma": 99}), "gamma"),
         (damaged(setting={**PLAN.setting.to_json(), "gama": 2}), "gama"),
         (damaged(setting={"gamma": 2}), "no 'proposer'"),
@@ -150,3 +154,27 @@ def test_settings_become_options() -> None:
     assert PLAIN.label == "plain"
     assert Setting("ngram", 0).is_plain
     assert Setting().label == "ngram 2-4 γ auto"
+
+
+def test_export_speaks_the_language_of_each_server() -> None:
+    assert set(SERVERS) == {"vllm", "llama.cpp", "sglang"}
+    flags, notes = export(PLAN, "vllm")
+    assert json.loads(flags.removeprefix("--speculative-config ").strip("'")) == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 6,
+        "prompt_lookup_min": 3,
+    }
+    assert notes == ()
+    assert "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5" in export(PLAN, "llama.cpp")[0]
+    assert "--speculative-num-draft-tokens 6" in export(PLAN, "sglang")[0]
+
+
+def test_export_says_what_is_lost() -> None:
+    flags, notes = export(replace(PLAN, setting=Setting("ngram", None), fixed_gamma=7), "vllm")
+    assert '"num_speculative_tokens": 7' in flags
+    assert "auto" in notes[0]
+    assert export(replace(PLAN, setting=PLAIN), "sglang") == (
+        "",
+        ("plain decoding was the fastest here: no flags are needed",),
+    )

@@ -12,11 +12,14 @@ import typer
 from typer.core import TyperGroup
 
 import specgen
+from specgen.cli.bench import bench
 from specgen.cli.console import ClosedPipeError, Console, guarded
 from specgen.cli.flags import grouped
 from specgen.cli.interrupt import terminate_politely
 from specgen.cli.models import models_app
 from specgen.cli.run import run
+from specgen.cli.tune import tune
+from specgen.cli.verify import verify
 from specgen.config import flag_defaults
 
 SUMMARY = """Run a quantised language model on this machine: the same text, sooner, by exact speculative decoding.
@@ -58,7 +61,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=EXIT_CODES)(grouped(run))
+app.command("tune", epilog=EXIT_CODES)(grouped(tune))
+app.command("bench", epilog=EXIT_CODES)(grouped(bench))
+app.command("verify", epilog=EXIT_CODES)(grouped(verify))
 app.add_typer(models_app, name="models")
+_ONE_MODEL_COMMANDS = ("run", "tune", "bench", "verify")
 _MODELS_COMMANDS = ("list", "show", "pull", "rm", "path")
 
 
@@ -80,7 +87,8 @@ def _global(
     Console.of(context).debug = debug
     chosen = flag_defaults()
     registry_file = {name: value for name, value in chosen.items() if name == "models"}
-    context.default_map = {"run": chosen, "models": dict.fromkeys(_MODELS_COMMANDS, registry_file)}
+    commands = dict.fromkeys(_ONE_MODEL_COMMANDS, chosen)
+    context.default_map = {**commands, "models": dict.fromkeys(_MODELS_COMMANDS, registry_file)}
 
 
 def main() -> None:

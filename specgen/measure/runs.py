@@ -13,7 +13,9 @@ from specgen.errors import ContextFullError, SpecgenError
 from specgen.events import Event, Finished, Started
 from specgen.measure.workloads import Workload
 from specgen.options import RunOptions
+from specgen.tune.cost import CostTable
 from specgen.tune.plan import TemperatureClass, temperature_class
+from specgen.tune.predict import Costs
 from specgen.tune.replay import Trace
 from specgen.tune.setting import Setting
 
@@ -105,9 +107,16 @@ class Run:
         return None if speed is None else 1e3 / speed
 
 
-def run_case(session: Session, case: Case, setting: Setting | None) -> Run:
-    """Answer `case` from an empty cache. Setting None: as `specgen run` would, stored plan included."""
-    session.engine.rewind(0)
+def run_case(
+    session: Session, case: Case, setting: Setting | None, *, fresh: bool = True, costs: Costs | None = None
+) -> Run:
+    """Answer `case` as a new session would: from an empty cache (unless not `fresh`: a prompt that is still cached is
+    then not computed again), and with no estimates but `costs` (None: those of the stored plan, if there is one).
+    Setting None: as `specgen run` would, stored plan included."""
+    if fresh:
+        session.engine.rewind(0)
+    known = costs or session.plans.costs
+    session.speculation.use_costs(CostTable() if known is None else known.at(len(case.prompt.ids)))
     options = case.options if setting is None else setting.options(case.options)
     started: Started | None = None
     last: Event | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specgen.errors import SpecgenError
+from specgen.options import MAX_GAMMA
 from specgen.paths import data_dir, ensure_dir
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.setting import Setting, checked_object
@@ -60,6 +61,7 @@ class Plan:
     temperature: TemperatureClass
     context: ContextClass
     setting: Setting
+    fixed_gamma: int  # the best γ that stays the same, for servers that cannot adapt it
     speedup: tuple[float, float, float]  # low, middle, high
     by_kind: Mapping[str, float]
     costs: Costs
@@ -104,6 +106,7 @@ class Plan:
         return cls(
             scope=Scope(**scope),
             setting=Setting.from_json(known["setting"]),
+            fixed_gamma=_gamma(known["fixed_gamma"]),
             speedup=speedup,
             by_kind=_numbers(known["by_kind"], "by_kind"),
             costs=costs_from_json(known["costs"]),
@@ -149,6 +152,12 @@ def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise SpecgenError(f"{what} of a plan is {value!r}, not a number ≥ 0")
     return float(value)
+
+
+def _gamma(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_GAMMA:
+        raise SpecgenError(f"fixed_gamma of a plan is {value!r}")
+    return value
 
 
 def _count(text: str) -> int:

@@ -77,8 +77,10 @@ class GuessProposer:
 
     reason: str | None = None
 
-    def __init__(self, name: str, prompt_tokens: int, guesses: Sequence[Guess | None]) -> None:
+    def __init__(self, name: str, prompt_tokens: int, guesses: Sequence[Guess | None], filler: int = MISMATCH) -> None:
+        """filler: proposed where there is no guess; a token of the vocabulary when a model is to read it."""
         self.name = name
+        self._filler = filler
         self._prompt_tokens = prompt_tokens
         self._guesses = guesses
 
@@ -87,9 +89,9 @@ class GuessProposer:
         ahead = self._guesses[begin : begin + limit]
         if not ahead or ahead[0] is None:
             return None
-        tokens = [MISMATCH if guess is None else guess.token for guess in ahead]
+        tokens = [self._filler if guess is None else guess.token for guess in ahead]
         # The real one would go on behind the end of the answer, where nothing can be committed.
-        tokens += [MISMATCH] * (limit - len(tokens))
+        tokens += [self._filler] * (limit - len(tokens))
         return replace(Draft.chain(tokens, source=self.name), confidence=ahead[0].confidence)
 
     def observe(self, tokens: Sequence[int], hidden: object, start: int) -> None:

@@ -142,22 +142,27 @@ class Interval:
     count: int
 
     @classmethod
-    def of_ratios(cls, ratios: Mapping[str, Sequence[float]]) -> Interval:
-        """The geometric mean over kinds of each kind's median ratio, with its standard error from the spread of the
-        ratios within kinds. Kinds with one ratio lend no spread of their own: they take that of the others."""
+    def of_ratios(cls, ratios: Mapping[str, Sequence[float]], expected: Mapping[str, float] | None = None) -> Interval:
+        """The geometric mean over kinds of each kind's median ratio, with its error from how ratios scatter.
+
+        expected: what was predicted for each kind; the scatter is then that of measured over predicted, so that one
+        ratio of every kind is enough. Without it, kinds need several ratios: they scatter around their own median.
+        """
         logs = {kind: [log(ratio) for ratio in values] for kind, values in ratios.items() if values}
         if not logs:
             return cls(0.0, 1.0, float("inf"), 0)
         middles = {kind: median(values) for kind, values in logs.items()}
-        count = sum(len(values) for values in logs.values())
-        middle = fmean(middles.values())
-        residuals = [value - middles[kind] for kind, values in logs.items() for value in values]
-        freedom = count - len(logs)
+        middle, count = fmean(middles.values()), sum(map(len, logs.values()))
+        around = middles if expected is None else {kind: log(expected[kind]) for kind in logs}
+        residuals = [value - around[kind] for kind, values in logs.items() for value in values]
+        offset = 0.0 if expected is None else fmean(residuals)
+        freedom = count - (len(logs) if expected is None else 1)
         if freedom < 1:
             return cls(0.0, exp(middle), float("inf"), count)
-        spread = sqrt(sum(r * r for r in residuals) / freedom)
-        # A median is a little less certain than a mean (√(π/2)), kinds with few pairs more than others.
-        error = 1.2533 * spread * sqrt(sum(1 / len(values) for values in logs.values())) / len(logs)
+        spread = sqrt(sum((r - offset) ** 2 for r in residuals) / freedom)
+        # A median of three or more is a little less certain than a mean (√(π/2) at most).
+        loss = 1.2533 if max(map(len, logs.values())) > 2 else 1.0
+        error = loss * spread * sqrt(sum(1 / len(values) for values in logs.values())) / len(logs)
         return cls(exp(middle - CERTAINTY * error), exp(middle), exp(middle + CERTAINTY * error), count)
 
 
@@ -167,18 +172,34 @@ class Confirmed:
 
     setting: Setting
     ratios: Mapping[str, Sequence[float]]
+    expected: Mapping[str, float] | None = None  # the predicted ratio, by kind
 
     @property
     def speedup(self) -> Interval:
-        return Interval.of_ratios(self.ratios)
+        return Interval.of_ratios(self.ratios, self.expected)
 
     @property
     def by_kind(self) -> dict[str, float]:
+        """The measured ratio of each kind."""
         return {kind: median(values) for kind, values in self.ratios.items() if values}
 
     @property
-    def worst(self) -> float:
-        return min(self.by_kind.values(), default=1.0)
+    def slowed(self) -> dict[str, float]:
+        """Kinds that fall below FLOOR, and how far: as predicted (scaled by how the prediction fared on the whole), or
+        as measured by more than the noise."""
+        measured = self.by_kind
+        if self.expected is None:
+            return {kind: ratio for kind, ratio in measured.items() if ratio < FLOOR}
+        interval, predicted = self.speedup, overall({kind: self.expected[kind] for kind in measured})
+        # How much of the predicted gain was there on the whole; it shrinks gains, not losses.
+        share = max(0.0, log(interval.middle) / log(predicted)) if predicted > 1.0 else 1.0
+        noise = (interval.high / interval.middle) ** sqrt(max(1, len(measured)))  # of one kind alone
+        slowed: dict[str, float] = {}
+        for kind, ratio in measured.items():
+            foreseen = min(self.expected[kind], self.expected[kind] ** share)
+            if (foreseen < FLOOR and ratio < FLOOR) or ratio * noise < FLOOR:
+                slowed[kind] = ratio
+        return slowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +217,12 @@ def choose(confirmed: Sequence[Confirmed]) -> Choice:
     best = max(confirmed, key=lambda one: one.speedup.middle)
     sure = [one for one in confirmed if one.speedup.low > 1.0]
     if not sure:
-        return Choice(PLAIN, even, f"nothing beats plain decoding by more than the noise ({_range(best)})")
-    fair = [one for one in sure if one.worst >= FLOOR]
-    if not fair:
-        slowest = min(best.by_kind.items(), key=lambda item: item[1])
-        reason = f"every setting slows some kind of text ({best.setting.label}: {slowest[0]} {slowest[1]:.2f}x)"
+        reason = f"nothing beats plain decoding by more than this machine's noise ({_range(best)})"
         return Choice(PLAIN, even, reason)
+    fair = [one for one in sure if not one.slowed]
+    if not fair:
+        kind, ratio = min(best.slowed.items() or sure[0].slowed.items(), key=lambda item: item[1])
+        return Choice(PLAIN, even, f"every setting slows some kind of text ({best.setting.label}: {kind} {ratio:.2f}x)")
     chosen = max(fair, key=lambda one: one.speedup.middle)
     return Choice(chosen.setting, chosen.speedup, f"measured against plain decoding in turns ({_range(chosen)})")
 
