@@ -40,7 +40,9 @@ def script(tmp_path: Path, text: str) -> list[str]:
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 # ---- other paths ----
@@ -80,11 +82,17 @@ SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O1"
 def test_op_tests_pass_under_sanitizers() -> None:
     cpu_kernels(1)  # skips where there is no compiler
     compiler = building.find_compiler()
-    runtime = subprocess.run([*compiler.command, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    runtime = subprocess.run(
+        [*compiler.command, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
     if not Path(runtime.stdout.strip()).is_file():
         pytest.skip("the compiler has no AddressSanitizer that can be preloaded")
     # Python itself never frees everything, and torch allocates through what the sanitizer does not know.
-    options = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    options = {
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
     run_op_tests(SANITIZERS, options)
     broken = python(OVERRUN, SPECGEN_TEST_CPU_FLAGS=SANITIZERS, **options)
     assert broken.returncode != 0
@@ -195,7 +203,7 @@ def test_a_library_that_is_damaged_is_named(tmp_path: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(BuildError, match="no C.. compiler is installed"):
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler is installed"):
         build(cache=tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler -x")
     with pytest.raises(BuildError, match="no-such-compiler -x is not on the path"):
@@ -206,7 +214,10 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("exit 1\n", "does not run"),
-        ('[ "$1" = --version ] && exit 0\necho "x.cpp:1: error: too old" >&2\nexit 1\n', "could not compile .* too old"),
+        (
+            '[ "$1" = --version ] && exit 0\necho "x.cpp:1: error: too old" >&2\nexit 1\n',
+            "could not compile .* too old",
+        ),
         ('[ "$1" = --version ] && exit 0\nexit 1\n', "could not compile"),
         ('[ "$1" = --version ] && exit 0\nexit 0\n', "made no library"),
     ],

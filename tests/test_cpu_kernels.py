@@ -72,7 +72,9 @@ INTEGER: dict[str, QuantLinear] = {
     "int8 32 f32 min": int8(17, 64, 32, torch.float32, low=True),
     "int8 whole row": int8(19, 45, 45, torch.float32),
     "int8 whole row min": int8(19, 77, 77, low=True),
-    "int4 in another order": replace(int4(9, 64, 32), perm=torch.randperm(64, generator=torch.Generator().manual_seed(1))),
+    "int4 in another order": replace(
+        int4(9, 64, 32), perm=torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    ),
 }
 
 FLOATS: dict[str, QuantLinear] = {
@@ -203,7 +205,9 @@ def test_extreme_activations(kernels: CpuKernels) -> None:
     prepared = kernels.prepare(weight)
     outlier = randoms(1, 96)
     outlier[0, 40] = 3e4
-    rows = torch.cat([torch.zeros(1, 96), randoms(1, 96) * 1e-40, randoms(1, 96) * 1e-31, randoms(1, 96) * 1e30, outlier])
+    rows = torch.cat(
+        [torch.zeros(1, 96), randoms(1, 96) * 1e-40, randoms(1, 96) * 1e-31, randoms(1, 96) * 1e30, outlier]
+    )
     found = kernels.linear(rows, prepared)
     expected = int_linear(rows, weight)
     assert torch.equal(found[:2], torch.zeros(2, 70))  # denormals count as zeros
@@ -305,7 +309,9 @@ def filled_layer(kernels: CpuKernels, dim: int, dtype: torch.dtype, count: int) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [8, 20, 64, 128])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (1, 3.0), (None, 20.0)])
-def test_attention(dim: int, dtype: torch.dtype, window: int | None, softcap: float | None, kernels: CpuKernels) -> None:
+def test_attention(
+    dim: int, dtype: torch.dtype, window: int | None, softcap: float | None, kernels: CpuKernels
+) -> None:
     layer, q = filled_layer(kernels, dim, dtype, 300), randoms(300, 6, dim, seed=3)
     attend = Attend.chain(0, 300)
     found = kernels.attention(q, layer, attend, dim**-0.5, window, softcap)
@@ -404,7 +410,9 @@ def test_gumbel_argmax_is_the_reference(vocab: int, cut: Truncation, kernels: Cp
 
 def test_another_purpose_draws_another_token(kernels: CpuKernels) -> None:
     logits = torch.zeros(5000)
-    draws = [[kernels.gumbel_argmax(logits, Truncation(1.0), Noise(1, p, purpose)) for p in range(20)] for purpose in (0, 1)]
+    draws = [
+        [kernels.gumbel_argmax(logits, Truncation(1.0), Noise(1, p, purpose)) for p in range(20)] for purpose in (0, 1)
+    ]
     assert len(set(draws[0])) > 15
     assert draws[0] != draws[1]
 

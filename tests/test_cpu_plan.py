@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specgen.cache import KVCache
 from specgen.kernels.base import Attend
-from specgen.kernels.cpu.ops import CpuKernels
+from specgen.kernels.cpu.ops import CpuKernels, Prepared
 from specgen.model.decoder import Decoder
 from specgen.model.planned import PlannedDecoder, plan_refusal
 from specgen.model.spec import LayerSpec, ModelSpec, MoeSpec, NormNames
@@ -96,7 +96,8 @@ def test_plan_is_bitwise_the_decoder(name: str, dtype: torch.dtype, kernels: Cpu
 def test_plan_of_other_weights(quant: Quant, kernels: CpuKernels) -> None:
     weights = tiny_weights(BASE, quant=quant)
     _assert_same(
-        _run(PlannedDecoder(BASE, weights, kernels), torch.float32), _run(Decoder(BASE, weights, kernels), torch.float32)
+        _run(PlannedDecoder(BASE, weights, kernels), torch.float32),
+        _run(Decoder(BASE, weights, kernels), torch.float32),
     )
 
 
@@ -142,16 +143,34 @@ def _decode(model: Decoder, chunks: list[int], dtype: torch.dtype) -> tuple[Tens
     return torch.cat(rows), _cached(cache)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_history_does_not_change_a_bit(dtype: torch.dtype, kernels: CpuKernels) -> None:
+def _assert_history_is_forgotten(model: Decoder, dtype: torch.dtype) -> None:
     """One prefill, single steps, and chunks of every width from 1 to 17: same logits, same cache."""
-    model = PlannedDecoder(BASE, tiny_weights(BASE, quant="int4"), kernels)
     whole, cached = _decode(model, [150], dtype)
     for chunks in ([1] * 150, [*range(17, 0, -1)][:-2], [*range(1, 17), 14], [64, 64, 22], [63, 2, 85]):
         assert sum(chunks) == 150
         logits, again = _decode(model, chunks, dtype)
-        assert torch.equal(logits, whole)
+        assert torch.equal(logits, whole), "logits"
         _assert_same(again, cached)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_history_does_not_change_a_bit(dtype: torch.dtype, kernels: CpuKernels) -> None:
+    _assert_history_is_forgotten(PlannedDecoder(BASE, tiny_weights(BASE, quant="int4"), kernels), dtype)
+
+
+def test_rows_that_share_a_scale_are_caught(kernels: CpuKernels) -> None:
+    class Sharing(CpuKernels):
+        """The mutant: one activation scale for all rows of a call."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(kernels.__dict__)
+
+        def linear(self, x: Tensor, weight: Prepared) -> Tensor:
+            scale = x.abs().max() / 127
+            return super().linear((x / scale).round() * scale, weight)
+
+    with pytest.raises(AssertionError, match="logits"):
+        _assert_history_is_forgotten(Decoder(BASE, tiny_weights(BASE, quant="int4"), Sharing()), torch.float32)
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -183,7 +202,9 @@ def test_a_tree_row_is_the_row_of_its_own_path(kernels: CpuKernels) -> None:
         while TREE[path[-1]] >= 0:
             path.append(TREE[path[-1]])
         tokens = [[rows[n]] for n in reversed(path)]
-        alone = steps([TOKENS[:60], *tokens], [Attend.chain(0, 60), *(Attend.chain(60 + d, 1) for d in range(len(path)))])
+        alone = steps(
+            [TOKENS[:60], *tokens], [Attend.chain(0, 60), *(Attend.chain(60 + d, 1) for d in range(len(path)))]
+        )
         assert torch.equal(alone[0], tree[node]), node
         if node != len(TREE) - 1:
             assert not torch.equal(alone[0], tree[node + 1])  # the check tells rows apart

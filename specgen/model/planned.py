@@ -33,7 +33,7 @@ SKIP_ATTENTION, SKIP_MLP = 1, 2
 
 
 def plan_refusal(spec: ModelSpec, weights: ModelWeights) -> str | None:
-    """None when a plan covers the model (weights as `CpuKernels` prepared them); else what it has that stands against."""
+    """None when a plan covers the model (weights as `CpuKernels` prepared them); else what stands against it."""
     if spec.head_dim > HEAD_DIM_MAX:
         return f"heads of more than {HEAD_DIM_MAX} dimensions"
     linears: list[Prepared] = [weights.embedding, weights.head]

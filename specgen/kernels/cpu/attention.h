@@ -113,7 +113,7 @@ template <int TYPE>
 SG_INLINE VF load_kv(const uint8_t* p, float scale) {
     if constexpr (TYPE == KV_F32) return load<VF>(p);
     else if constexpr (TYPE == KV_BF16) return from_bf16(p);
-    else return to_float(__builtin_convertvector(load<VSB>(p), VI)) * scale;
+    else return to_float(from_int8(p)) * scale;
 }
 
 // Slots [slot, slot + count) of one head as floats, each padded to whole vectors with zeros.
@@ -193,12 +193,11 @@ struct AttentionScratch {
     const float **keys, **values;  // KV_BLOCK each
     float *k, *v;                  // (KV_BLOCK, padded)
     float *own_k, *own_v;          // (rows, padded), trees only
-    float* query;                  // padded
-    float* partial;                // (group, padded + 2)
+    float* query;                  // (group, padded)
 
     static int64_t floats(const Attention& a) {
         const int64_t own = a.path == nullptr ? 0 : a.rows;
-        return 4 * POINTERS + (2 * KV_BLOCK + 2 * own + 1) * a.padded() + a.group() * a.partial_size();
+        return 4 * POINTERS + (2 * KV_BLOCK + 2 * own + a.group()) * a.padded();
     }
 
     AttentionScratch(float* at, const Attention& a) {
@@ -210,62 +209,111 @@ struct AttentionScratch {
         own_k = v + KV_BLOCK * padded;
         own_v = own_k + own * padded;
         query = own_v + own * padded;
-        partial = query + padded;
     }
 };
 
-// Fold keys [low, high) of the block (indices in it) into one query's partial.
-static void fold_block(const AttentionScratch& s, const Attention& a, int low, int high, float* partial) {
-    const int padded = a.padded();
-    VF scores[KV_BLOCK / L];
-    VF best = splat(-INFINITY);
-    const VI lanes = lane_numbers();
-    for (int j = low / L * L; j < high; j += L) {
-        VF sums[L];
-        for (int i = 0; i < L; i++) sums[i] = VF{};
-        const float* key[L];
-        for (int i = 0; i < L; i++) key[i] = s.keys[std::clamp(j + i, low, high - 1)];
-        for (int d = 0; d < padded; d += L) {
-            const VF q = load<VF>(s.query + d);
-            for (int i = 0; i < L; i++) sums[i] = fma(q, load<VF>(key[i] + d), sums[i]);
-        }
-        VF score = sum_each(sums) * a.scale;
-        if (a.softcap > 0.0f) score = vtanh(score / a.softcap) * a.softcap;
-        const VI seen = (lanes + j >= low) & (lanes + j < high);
-        score = seen ? score : splat(-INFINITY);
-        scores[j / L] = score;
-        best = best > score ? best : score;  // a NaN score wins, and then stays unless…
-        best = score != score ? score : best;
+// Scores of Q queries against keys j … j + L - 1 of the block, four keys at a time so that everything stays in registers.
+template <int Q>
+SG_INLINE void score_keys(const AttentionScratch& s, const float* query, int padded, int j, int low, int high, VF* out) {
+    VF sums[Q][L];
+    for (int part = 0; part < L; part += 4) {
+        const float* key[4];
+        for (int i = 0; i < 4; i++) key[i] = s.keys[std::clamp(j + part + i, low, high - 1)];
+        VF acc[Q][4] = {};
+        for (int d = 0; d < padded; d += L)
+            for (int i = 0; i < 4; i++) {
+                const VF k = load<VF>(key[i] + d);
+                for (int q = 0; q < Q; q++) acc[q][i] = fma(load<VF>(query + q * padded + d), k, acc[q][i]);
+            }
+        for (int q = 0; q < Q; q++)
+            for (int i = 0; i < 4; i++) sums[q][part + i] = acc[q][i];
     }
-    float top = partial[padded];
-    for (int i = 0; i < L; i++) top = top > best[i] ? top : best[i];
-    if (!(top < INFINITY)) top = NAN;  // … so say it here: anything not finite makes the whole row NaN
-    for (int i = 0; i < L; i++) top = best[i] != best[i] ? NAN : top;
-    const float fade = partial[padded] == -INFINITY ? 0.0f : exp_one(partial[padded] - top);
+    for (int q = 0; q < Q; q++) out[q] = sum_each(sums[q]);
+}
+
+// Scores p[low … high) → e^(score - top), with the partial's largest score and sum brought up to date; returns how much
+// what the partial held before has faded. Anything that is not finite makes the whole partial NaN.
+static float soften(float* p, int low, int high, float* state) {
+    const int begin = low / L * L;
+    VF best = splat(-INFINITY);
+    VI broken{};
+    for (int j = begin; j < high; j += L) {
+        const VF score = load<VF>(p + j);
+        best = vmax(score, best);
+        broken |= ~(score < INFINITY);
+    }
+    float top = std::max(state[0], max_lanes<float>(best));
+    if (max_lanes<int32_t>(broken & 1) != 0) top = NAN;
+    const float fade = state[0] == -INFINITY ? 0.0f : exp_one(state[0] - top);
     VF total{};
-    alignas(64) float p[KV_BLOCK];
-    for (int j = low / L * L; j < high; j += L) {
-        const VF e = vexp(scores[j / L] - top);
+    for (int j = begin; j < high; j += L) {
+        const VF e = vexp(load<VF>(p + j) - top);
         store(p + j, e);
         total += e;
     }
-    partial[padded] = top;
-    partial[padded + 1] = partial[padded + 1] * fade + sum_lanes(total);
-    constexpr int WIDE = 8;
-    for (int d = 0; d < padded; d += WIDE * L) {
-        const int count = std::min(WIDE, (padded - d) / L);
-        VF acc[WIDE];
-        for (int c = 0; c < count; c++) acc[c] = load<VF>(partial + d + c * L) * fade;
-        if (count == WIDE) {
-            for (int j = low; j < high; j++) {
-                const float* v = s.values[j] + d;
-                for (int c = 0; c < WIDE; c++) acc[c] = fma(splat(p[j]), load<VF>(v + c * L), acc[c]);
-            }
-        } else {
-            for (int j = low; j < high; j++)
-                for (int c = 0; c < count; c++) acc[c] = fma(splat(p[j]), load<VF>(s.values[j] + d + c * L), acc[c]);
+    state[0] = top;
+    state[1] = state[1] * fade + sum_lanes(total);
+    return fade;
+}
+
+// acc = acc · fade + Σ p · v over keys [low, high), for Q queries and W vectors of the head at `d`.
+template <int Q, int W>
+SG_INLINE void add_values(const AttentionScratch& s, const float (*p)[KV_BLOCK], const float* fade, int d, int low,
+                          int high, float* const* partial) {
+    VF acc[Q][W];
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < W; c++) acc[q][c] = load<VF>(partial[q] + d + c * L) * fade[q];
+    for (int j = low; j < high; j++)
+        for (int c = 0; c < W; c++) {
+            const VF v = load<VF>(s.values[j] + d + c * L);
+            for (int q = 0; q < Q; q++) acc[q][c] = fma(splat(p[q][j]), v, acc[q][c]);
         }
-        for (int c = 0; c < count; c++) store(partial + d + c * L, acc[c]);
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < W; c++) store(partial[q] + d + c * L, acc[q][c]);
+}
+
+// Fold keys [low, high) of the block (indices in it) into the partials of Q queries that share them.
+template <int Q>
+static void fold_block(const AttentionScratch& s, const Attention& a, const float* query, int low, int high,
+                       float* const* partial) {
+    const int padded = a.padded();
+    const VI lanes = lane_numbers();
+    alignas(64) float p[Q][KV_BLOCK];
+    float fade[Q];
+    for (int j = low / L * L; j < high; j += L) {
+        VF scores[Q];
+        score_keys<Q>(s, query, padded, j, low, high, scores);
+        const VI seen = (lanes + j >= low) & (lanes + j < high);
+        for (int q = 0; q < Q; q++) {
+            VF score = scores[q] * a.scale;
+            if (a.softcap > 0.0f) score = vtanh(score / a.softcap) * a.softcap;
+            store(p[q] + j, seen ? score : splat(-INFINITY));
+        }
+    }
+    for (int q = 0; q < Q; q++) fade[q] = soften(p[q], low, high, partial[q] + padded);
+    int d = 0;
+    for (; d + 4 * L <= padded; d += 4 * L) add_values<Q, 4>(s, p, fade, d, low, high, partial);
+    for (; d < padded; d += L) add_values<Q, 1>(s, p, fade, d, low, high, partial);
+}
+
+// All query heads of one row that share a kv head.
+template <class Where>
+static void fold_row(const AttentionScratch& s, const Attention& a, int64_t head, int row, int low, int high,
+                     const Where& result) {
+    const int group = a.group(), padded = a.padded();
+    for (int g = 0; g < group; g++) {
+        const float* q = a.q + (row * static_cast<int64_t>(a.heads) + head * group + g) * a.kv.dim;
+        float* to = s.query + g * padded;
+        memset(to + padded - L, 0, sizeof(float) * L);
+        memcpy(to, q, sizeof(float) * static_cast<size_t>(a.kv.dim));
+    }
+    float* partial[3];
+    for (int g = 0; g < group;) {
+        const int count = std::min(3, group - g);
+        for (int i = 0; i < count; i++) partial[i] = result(row, g + i);
+        const auto fold = count == 3 ? fold_block<3> : count == 2 ? fold_block<2> : fold_block<1>;
+        fold(s, a, s.query + g * padded, low, high, partial);
+        g += count;
     }
 }
 
@@ -323,12 +371,7 @@ static void attend_range(AttentionScratch& s, const Attention& a, int64_t head, 
             const int64_t high = std::min<int64_t>(begin + KV_BLOCK, a.positions[r] + 1);
             if (low >= high) continue;
             if (a.path != nullptr) point_at_ancestors(s, a, r, begin, high);
-            for (int g = 0; g < group; g++) {
-                const float* q = a.q + (r * static_cast<int64_t>(a.heads) + head * group + g) * a.kv.dim;
-                memset(s.query + padded - L, 0, sizeof(float) * L);
-                memcpy(s.query, q, sizeof(float) * static_cast<size_t>(a.kv.dim));
-                fold_block(s, a, static_cast<int>(low - begin), static_cast<int>(high - begin), result(r, g));
-            }
+            fold_row(s, a, head, r, static_cast<int>(low - begin), static_cast<int>(high - begin), result);
         }
     }
 }

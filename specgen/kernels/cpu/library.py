@@ -197,8 +197,8 @@ def open_library(path: Path, cpu_flags: frozenset[str]) -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    path = library.sg_path().decode()
-    missing = set() if path.endswith(EMULATED) else NEEDS[path] - cpu_flags
+    taken: str = library.sg_path().decode()
+    missing = set() if taken.endswith(EMULATED) else NEEDS[taken] - cpu_flags
     if cpu_flags and missing:
         raise SpecgenError(f"the CPU kernels at {path} need {', '.join(sorted(missing))}, which this CPU lacks")
     return library

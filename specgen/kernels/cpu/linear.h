@@ -361,7 +361,7 @@ static void decode_scaled(const Linear& w, const uint8_t* p, int64_t k, int coun
             continue;
         }
         if (w.kind == INT8_ANY) {
-            out[i] = to_float(__builtin_convertvector(load<VSB>(at), VI)) * scale + low;
+            out[i] = to_float(from_int8(at)) * scale + low;
             continue;
         }
         VI q = __builtin_convertvector(load<VB>(at), VI);

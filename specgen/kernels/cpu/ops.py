@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref, c_int32
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ BLOCK = 32
 HEAD_DIM_MAX = 512
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+_NUMBERS = ("kind", "n", "k", "k_pad", "group", "scale_f32", "has_min", "tile_bytes")
+"""The fields of a prepared weight's struct that are no pointers."""
 
 _DENSE = {torch.float32: lib.DENSE_F32, torch.float16: lib.DENSE_F16, torch.bfloat16: lib.DENSE_BF16}
 _KV = {torch.float32: lib.KV_F32, torch.bfloat16: lib.KV_BF16, torch.int8: lib.KV_INT8}
@@ -48,6 +52,12 @@ class Prepared:
     def nbytes(self) -> int:
         """Bytes that one decoding step reads."""
         return self.data.numel() + (0 if self.bias is None else self.bias.numel() * 4)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything there is to keep of it, for `CpuKernels.restore`."""
+        numbers = torch.tensor([getattr(self.struct, name) for name in _NUMBERS])
+        given = {"data": self.data, "struct": numbers, "bias": self.bias, "code": self.code, "perm": self.perm}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,14 @@ class CpuKernels:
             raise SpecgenError(f"the {threads} threads of the CPU kernels could not be started")
         self._close = weakref.finalize(self, library.sg_context_free, self.context)
 
-    def prepare(self, weight: QuantLinear) -> Prepared:
+    @property
+    def layout(self) -> str:
+        """A name for how weights are laid out: the library's, which stands for its source, its compiler and the CPU."""
+        return Path(self.library._name).stem
+
+    def prepare(self, weight: QuantLinear | Prepared) -> Prepared:
+        if isinstance(weight, Prepared):
+            return weight  # kept from an earlier start
         arrays = _arrays(weight)
         n, k = weight.shape
         padded = -(-k // arrays.group) * arrays.group
@@ -94,8 +111,24 @@ class CpuKernels:
         perm = weight.perm if isinstance(weight, GroupedInt4 | GroupedInt8) else None
         return Prepared(struct, (n, k), data, bias, code, None if perm is None else perm.long())
 
+    def restore(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        """What `Prepared.tensors` gave, over these very tensors. SpecgenError when they contradict each other."""
+        data, bias, code, perm = (tensors.get(name) for name in ("data", "bias", "code", "perm"))
+        numbers = dict(zip(_NUMBERS, tensors["struct"].tolist(), strict=True)) if "struct" in tensors else {}
+        struct = lib.Linear(**numbers)
+        sane = data is not None and struct.group > 0 and 0 < struct.k <= struct.k_pad and struct.n > 0
+        if not sane or self.library.sg_tile_bytes(byref(struct)) != struct.tile_bytes:
+            raise SpecgenError("a laid-out weight is damaged")
+        assert data is not None
+        sizes = (data, self.library.sg_tiles(byref(struct)) * struct.tile_bytes), (bias, struct.n), (perm, struct.k)
+        if any(tensor is not None and tensor.numel() != size for tensor, size in sizes):
+            raise SpecgenError("a laid-out weight has parts of the wrong size")
+        struct.data, struct.bias, struct.code = data.data_ptr(), _pointer(bias), _pointer(code)
+        return Prepared(struct, (struct.n, struct.k), data, bias, code, perm)
+
     def embedding(self, ids: Tensor, weight: Prepared) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
+        assert bool(((ids >= 0) & (ids < weight.shape[0])).all())
         out = torch.empty(len(ids), weight.shape[1])
         self.library.sg_embedding(self.context, byref(weight.struct), ids.data_ptr(), len(ids), out.data_ptr())
         if weight.perm is None:

@@ -129,6 +129,16 @@ SG_INLINE VF from_bf16(const void* from) {
     return bits<VF>(__builtin_convertvector(load<VH>(from), VU) << 16);
 }
 
+SG_INLINE VI from_int8(const void* from) {
+#if SG_PATH == SG_AVX512_VNNI
+    return bits<VI>(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif SG_PATH >= SG_AVX2
+    return bits<VI>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(load<VSB>(from), VI);
+#endif
+}
+
 // Round to nearest even; a NaN stays a NaN.
 SG_INLINE VH to_bf16(VF x) {
     VU u = bits<VU>(x);

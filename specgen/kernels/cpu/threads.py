@@ -14,10 +14,8 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 def default_threads() -> int:
     """CPUs in the affinity mask, or as many as the quota pays for when that is less; at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:  # macOS
-        count = os.cpu_count() or 1
+    # macOS has no affinity masks.
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota()
     return max(1, count if quota is None else min(count, int(quota)))
 
