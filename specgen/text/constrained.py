@@ -1,8 +1,8 @@
 """Constrained answers: which tokens a grammar allows next.
 
 Knows: llguidance's masks over a vocabulary, and how its matcher follows a path of draft tokens and comes back. Does not
-know: logits, drafts. What may follow is a function of the answer's tokens alone, however they were reached: that makes a
-constraint exact together with every proposer and acceptance rule.
+know: logits, drafts. What may follow is a function of the answer's tokens alone, however they were reached: that makes
+a constraint exact together with every proposer and acceptance rule.
 """
 
 from __future__ import annotations
@@ -123,15 +123,18 @@ class GrammarConstraint:
         """What may follow where the matcher stands."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         if self._matcher.is_error():
-            raise SpecgenError(f"the grammar is too complex: {short_message(self._matcher.get_error())}")
+            raise self._failure()
         allowed = torch.from_numpy(bits[: self._vocabulary.size].astype(np.bool_))
         count = int(allowed.sum())
         ends = sum(bool(allowed[end]) for end in self._vocabulary.ends)
         if count == ends:
-            if not self._matcher.is_accepting():
-                raise SpecgenError("the grammar has come to a place where no token of this model fits")
             return self._ended()
         return _Next(allowed, int(allowed.nonzero()) if count == 1 else None, False)
+
+    def _failure(self) -> SpecgenError:
+        if self._matcher.get_error().startswith("NoExtension"):
+            return SpecgenError("the grammar has come to a place where no token of this model fits")
+        return SpecgenError(f"the grammar is too complex: {short_message(self._matcher.get_error())}")
 
     def _ended(self) -> _Next:
         """Behind the end: a draft may have rows there, which must have a distribution and are never committed."""

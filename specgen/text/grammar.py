@@ -4,7 +4,8 @@ Knows: what a user may write, and how to check it before any model is loaded. Do
 does), torch.
 
 JSON is written on one line, with a space after commas and colons as Python writes it: white space without bounds lets a
-small model put newlines for ever. A schema may choose otherwise (`"x-guidance": {"whitespace_flexible": true}`).
+small model put newlines for ever. A schema may choose otherwise (`"x-guidance": {"whitespace_flexible": true,
+"item_separator": ",", "key_separator": ":"}`).
 """
 
 from __future__ import annotations
