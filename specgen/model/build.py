@@ -1,6 +1,6 @@
 """A checkpoint's decoder, in the fastest form that the kernels offer.
 
-Knows: which kernels run a whole step as one call. Does not know: files, caches.
+Knows: which kernels run a whole step as one call, and which keep laid-out weights. Does not know: files, caches.
 """
 
 from __future__ import annotations
@@ -10,15 +10,25 @@ import torch
 from specgen.kernels.base import Kernels
 from specgen.kernels.cpu.ops import CpuKernels
 from specgen.model.decoder import Decoder
+from specgen.model.laidout import LaidOutStore
 from specgen.model.planned import PlannedDecoder
 from specgen.model.spec import ModelSpec
 from specgen.model.weights import load_weights
 from specgen.weights.base import Checkpoint
 
 
-def build_model(checkpoint: Checkpoint, spec: ModelSpec, kernels: Kernels) -> Decoder:
-    """The decoder of `checkpoint`, its weights laid out for `kernels`. ModelError names a tensor that does not fit."""
-    weights = load_weights(checkpoint, spec, torch.device("cpu"))
-    if isinstance(kernels, CpuKernels):
-        return PlannedDecoder(spec, weights, kernels)
-    return Decoder(spec, weights, kernels)
+def build_model(
+    checkpoint: Checkpoint, spec: ModelSpec, kernels: Kernels, store: LaidOutStore | None = None
+) -> Decoder:
+    """The decoder of `checkpoint`, its weights laid out for `kernels`. ModelError names a tensor that does not fit.
+
+    With a `store`, laying out is done once and its result is mapped from then on.
+    """
+    if not isinstance(kernels, CpuKernels):
+        return Decoder(spec, load_weights(checkpoint, spec, torch.device("cpu")), kernels)
+    path = None if store is None else store.path(checkpoint, kernels)
+    kept = None if store is None or path is None else store.read(path, kernels)
+    model = PlannedDecoder(spec, kept or load_weights(checkpoint, spec, torch.device("cpu")), kernels)
+    if store is not None and path is not None and kept is None:
+        store.write(path, model.weights)
+    return model

@@ -48,6 +48,11 @@ class MappedFile:
                 hint="the file is truncated or corrupted; fetch it again",
             )
 
+    def will_need(self) -> None:
+        """Have the system read the file ahead of its use."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            self.map.madvise(mmap.MADV_WILLNEED)
+
     def release(self) -> None:
         """Drop the pages read so far from this process; a later read maps them again."""
         if hasattr(mmap, "MADV_DONTNEED"):
