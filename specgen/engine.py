@@ -211,7 +211,7 @@ class Engine:
             return None, "no room for a draft before the end"
         limit = min(room, answer.policy.limit(answer.proposer.name))
         if limit < 1:
-            return None, answer.policy.reason
+            return None, None if answer.proposer.name == "none" else answer.policy.reason
         draft = answer.proposer.propose(self.committed, limit)
         if draft is None:
             return None, _nothing_proposed(answer.proposer)

@@ -158,4 +158,4 @@ def _shortage(models: list[Need], budget: int | None, context: int) -> str:
     kv = megabytes(sum(model.kv_bytes(context) for model in models))
     workspace = megabytes(sum(model.workspace_bytes for model in models))
     parts = f"weights {weights}, KV of {context} tokens {kv}, workspace {workspace}"
-    return f"{parts}; {megabytes(budget or 0)} are free"
+    return f"{parts}, and {megabytes(budget or 0)} may be used"

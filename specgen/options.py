@@ -14,6 +14,8 @@ from typing import Literal, get_args
 from specgen.errors import UsageError, nearest
 
 ProposerName = Literal["auto", "ngram", "model", "mix", "skip", "none"]
+NEED_DRAFT: tuple[ProposerName, ...] = ("model", "mix")
+"""Proposers that need a draft model."""
 AcceptName = Literal["coupled", "rejection", "typical"]
 KVName = Literal["auto", "f32", "bf16", "int8"]
 ConstraintKind = Literal["json-schema", "json-object", "regex", "grammar"]
@@ -146,7 +148,7 @@ class RunOptions:
             raise UsageError("a stop string is empty", hint="give the text at which the answer should stop")
 
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGT])(i?)[bB]?|[bB])?")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 
 
 def parse_size(name: str, text: str) -> int:

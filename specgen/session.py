@@ -137,13 +137,19 @@ class _Opened:
 
 
 def _open(name: str, path: Path, quant: str | None, context_tokens: int | None) -> _Opened:
-    checkpoint = open_checkpoint(path)
+    checkpoint, weights_bytes = open_checkpoint(path), _file_bytes(path)
     if quant is not None:
         checkpoint = quantised_checkpoint(checkpoint, quant, cache_dir() / "quantised")
+        weights_bytes = sum(checkpoint.tensor(tensor).nbytes for tensor in checkpoint.names())
     spec = spec_from_config(checkpoint.config, context_tokens)
     tokenizer = load_tokenizer(checkpoint, cache_dir() / "tokenizers")
-    weights_bytes = sum(checkpoint.tensor(tensor).nbytes for tensor in checkpoint.names())
     return _Opened(name, checkpoint, spec, tokenizer, weights_bytes)
+
+
+def _file_bytes(path: Path) -> int:
+    """About what the weights take in memory: they stay packed as in the files."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _memory_plan(target: _Opened, draft: _Opened | None, options: LoadOptions) -> MemoryPlan:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from specgen.engine import Engine, GammaPolicy
 from specgen.errors import SpecgenError, UsageError
 from specgen.model.decoder import Decoder
-from specgen.options import RunOptions
+from specgen.options import NEED_DRAFT, RunOptions
 from specgen.propose.base import Proposer
 from specgen.propose.draw import CHOOSERS
 from specgen.propose.mix import MixProposer
@@ -90,7 +90,7 @@ class Speculation:
         name = options.proposer
         if name == "auto":
             return "ngram" if self.draft is None else "mix"
-        if name in ("model", "mix") and self.draft is None:
+        if name in NEED_DRAFT and self.draft is None:
             if self.missing_draft is None:
                 raise UsageError(f"--proposer {name} needs a draft model", hint="name one with --draft NAME|PATH")
             return "ngram"  # the reason was told when the model was loaded

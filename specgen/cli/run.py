@@ -18,14 +18,15 @@ from specgen.cli.fetchbar import fetch_bar
 from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags
 from specgen.cli.interrupt import exit_code, interrupts
 from specgen.cli.outfile import OutFile
-from specgen.cli.prompt import PromptSource, argument_text, read_prompt
+from specgen.cli.prompt import STDIN, PromptSource, argument_text, read_prompt
 from specgen.cli.report import Outcome, answer_object, json_line, stats_tables, summary
 from specgen.cli.screen import terminal_size, unechoed
+from specgen.cli.shape import ConstraintFlags, Shape, ThinkFlags, reads_stdin
 from specgen.cli.view import LiveView, View, choose_view, write_bytes
 from specgen.config import ColorName
 from specgen.errors import ExitCode, UsageError
 from specgen.events import Finished, FinishReason, Started
-from specgen.options import DraftOptions, LoadOptions, RunOptions, SamplingOptions, check_choice, parse_size
+from specgen.options import NEED_DRAFT, DraftOptions, LoadOptions, RunOptions, SamplingOptions, check_choice, parse_size
 
 if TYPE_CHECKING:
     from specgen.registry import ModelRef, Registry
@@ -38,6 +39,8 @@ def run(
     model: ModelFlags,
     sampling: SamplingFlags,
     decoding: DecodingFlags,
+    constraint: ConstraintFlags,
+    think: ThinkFlags,
     output: OutputFlags,
 ) -> int:
     """Answer one prompt.
@@ -51,17 +54,23 @@ def run(
     apply_output_flags(console, output)
     chosen = sampling_choices(sampling)
     SamplingOptions(**chosen)  # a bad value is told before anything is read or fetched
-    options = run_options(decoding, SamplingOptions())
+    if reads_stdin(constraint) and prompt.prompt_file == STDIN:
+        raise UsageError("prompt and schema cannot both be standard input", hint="put one of them into a file")
+    shape = Shape.of(constraint, think, console.stdin)
+    options = shape.applied(run_options(decoding, SamplingOptions()))
     load = load_options(model)
     destination = OutFile(output.output) if output.output not in (None, "-") else None
     if destination is None:
         console.answer()
+    stdin = None if reads_stdin(constraint) else console.stdin
     system = None if prompt.system is None else argument_text("--system", prompt.system)
-    text = read_prompt(PromptSource(prompt.prompt_file, prompt.prompt, prompt.raw), console.stdin, console.note)
+    text = read_prompt(PromptSource(prompt.prompt_file, prompt.prompt, prompt.raw), stdin, console.note)
     ref = find_model(model)
-    options = run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen}))
-    session = load_session(console, ref, load, find_draft(model, ref))
-    ids = session.prompt_ids(text, system=system, raw=prompt.raw)
+    options = shape.applied(run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen})))
+    draft = find_draft(model, ref)
+    check_draft(options, draft)
+    session = load_session(console, ref, load, draft)
+    ids = session.prompt_ids(text, system=system, raw=prompt.raw, think=shape.think)
     return _answer(console, session, ids, options, _Delivery(output, destination))
 
 
@@ -103,7 +112,14 @@ def _answer(console: Console, session: Session, prompt: Prompt, options: RunOpti
         _tell(console, view, outcome, stats=delivery.flags.stats)
     if finished.reason is FinishReason.CANCELLED:
         return exit_code(caught.received[0]) if caught.received else int(ExitCode.INTERRUPTED)
-    return int(ExitCode.CONTEXT if finished.reason is FinishReason.CONTEXT else ExitCode.OK)
+    return int(ending_code(finished))
+
+
+def ending_code(finished: Finished) -> ExitCode:
+    """The exit code of an answer that was not interrupted."""
+    if finished.reason is FinishReason.CONTEXT:
+        return ExitCode.CONTEXT
+    return ExitCode.OK if finished.complete else ExitCode.INCOMPLETE
 
 
 def _tidy(restore_keyboard: Callable[[], None], view: View) -> None:
@@ -133,6 +149,8 @@ def _tell(console: Console, view: View, outcome: Outcome, *, stats: bool) -> Non
     """What is said after the answer: a cut context always, a summary on a terminal, tables when asked for."""
     if outcome.finished.reason is FinishReason.CONTEXT:
         console.warn(f"the context is full: the answer ends at {outcome.started.context_tokens} tokens")
+    elif not outcome.finished.complete and outcome.finished.reason is not FinishReason.CANCELLED:
+        console.warn("the answer was cut before its grammar may end, so it does not parse")
     if console.can_steer(console.stderr) and not console.quiet:
         columns, _ = terminal_size(descriptor(console.stderr))
         console.line(summary(outcome, view.marks, columns), after_pipe=console.is_pipe(console.stdout))
@@ -224,6 +242,12 @@ def find_draft(flags: ModelFlags, target: ModelRef) -> ModelRef | None:
     if flags.draft == "none":
         return None
     return draft_of(target) if flags.draft is None else resolve_model(flags.draft, _registry(flags))
+
+
+def check_draft(options: RunOptions, draft: ModelRef | None) -> None:
+    """UsageError for a proposer that needs a draft model where there is none."""
+    if draft is None and options.proposer in NEED_DRAFT:
+        raise UsageError(f"--proposer {options.proposer} needs a draft model", hint="name one with --draft NAME|PATH")
 
 
 def _registry(flags: ModelFlags) -> Registry:
