@@ -54,7 +54,7 @@ class FakeSession:
     closed: bool = False  # the iterator was closed or ran out
     prompt: str = ""
 
-    def prompt_ids(self, text: str, *, system: str | None, raw: bool) -> Any:
+    def prompt_ids(self, text: str, *, system: str | None, raw: bool, think: str = "auto") -> Any:
         self.calls.append({"text": text, "system": system, "raw": raw})
         self.prompt = text
         return SimpleNamespace(ids=tuple(text.encode()), notices=())

@@ -30,6 +30,7 @@ specgen models list
 
 EXIT_CODES = (
     "[bold]Exit codes[/bold]: 0 done, 1 failed, 2 usage or prompt, 3 model or weights, 4 memory, 5 context full, "
+    "6 a constrained answer was cut, "
     "130 interrupted (143 by SIGTERM), 141 the reader of the output went away."
 )
 

@@ -55,6 +55,15 @@ def read_prompt(source: PromptSource, stdin: TextIO | None, note: Callable[[str]
     return prompt
 
 
+def read_source(name: str, file: str, stdin: TextIO | None) -> str:
+    """The whole text of a file that the option `name` names; - is standard input."""
+    if file != STDIN:
+        return _file(file, name)
+    if stdin is None or stdin.closed or is_terminal(stdin):
+        raise UsageError(f"{name} - reads standard input, and nothing is piped in", hint="give a file")
+    return _drain(stdin)
+
+
 def argument_text(name: str, text: str) -> str:
     """Text of an argument, refused when its bytes were not UTF-8 (Python keeps such bytes as lone surrogates)."""
     return _decoded(name, text.encode("utf-8", "surrogateescape"))
@@ -69,15 +78,15 @@ def _join(given: str | None, body: str | None) -> str | None:
     return f"{given.rstrip()}\n\n{body}" if given.strip() else body
 
 
-def _file(path: str) -> str:
+def _file(path: str, name: str = "the prompt file") -> str:
     try:
         with open(path, "rb") as file:
             data = _read_all(path, file)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise UsageError(f"cannot read the prompt file {path}: {reason}", hint=_file_hint(path, error)) from error
+        raise UsageError(f"cannot read {name} {path}: {reason}", hint=_file_hint(path, error)) from error
     except ValueError as error:  # a NUL in the name
-        raise UsageError(f"cannot read the prompt file {path!r}: {error}") from error
+        raise UsageError(f"cannot read {name} {path!r}: {error}") from error
     return _content(path, data)
 
 

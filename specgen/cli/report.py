@@ -25,6 +25,7 @@ SCHEMA_VERSION = 1
 
 _ENDINGS = {
     FinishReason.STOP: "stop string",
+    FinishReason.GRAMMAR: "end of the grammar",
     FinishReason.LENGTH: "--max-tokens reached",
     FinishReason.CONTEXT: "context full",
     FinishReason.CANCELLED: "interrupted",
@@ -59,6 +60,8 @@ def answer_object(outcome: Outcome) -> dict[str, Any]:
         "text": finished.text,
         "token_ids": list(finished.token_ids),
         "finish_reason": str(finished.reason),
+        "complete": finished.complete,
+        **({"thinking": finished.thinking} if finished.thinking else {}),
         "prompt_tokens": record.prompt_tokens,
         "reused_tokens": record.reused_tokens,
         "completion_tokens": record.completion_tokens,

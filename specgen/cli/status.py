@@ -46,6 +46,7 @@ class Progress:
         self.gamma = 0  # levels of the last cycle's draft
         self.length = 0
         self.said_something = False
+        self.thinking = False
 
     def see(self, event: Event) -> None:
         match event:
@@ -58,6 +59,7 @@ class Progress:
                 self._cycle(event)
             case Piece():
                 self.said_something = True
+                self.thinking = event.thinking
             case Finished():
                 pass
 
@@ -125,12 +127,13 @@ def _wordings(progress: Progress, started: Started, legend: bool) -> list[tuple[
     speed, per_pass = rate(progress.tok_s), progress.per_pass
     accepted, context = percent(progress.acceptance), percent(progress.context_share)
     lossy = [] if started.lossless else ["lossy"]
+    thinking = ["thinking"] if progress.thinking else []
     used = f"{progress.length} of {started.context_tokens} tokens ({context})"
-    wide = [speed, f"{number(per_pass, 2)} tokens per pass", f"{DRAFT_WORD} {accepted} accepted"]
+    wide = [*thinking, speed, f"{number(per_pass, 2)} tokens per pass", f"{DRAFT_WORD} {accepted} accepted"]
     wide += [f"γ {progress.gamma}", f"context {used}", *lossy]
-    middle = [speed, f"{number(per_pass, 2)} per pass", f"{DRAFT_WORD} {accepted}"]
+    middle = [*thinking, speed, f"{number(per_pass, 2)} per pass", f"{DRAFT_WORD} {accepted}"]
     middle += [f"γ {progress.gamma}", f"context {context}", *lossy]
-    narrow = [speed, *lossy, f"{number(per_pass)}/pass", f"{DRAFT_WORD} {accepted}", f"γ{progress.gamma}"]
+    narrow = [*thinking, speed, *lossy, f"{number(per_pass)}/pass", f"{DRAFT_WORD} {accepted}", f"γ{progress.gamma}"]
     narrow += [f"ctx {context}"]
     explained = [[*wide, "underlined: from the draft"]] if legend else []
     return [*[(" · ", parts) for parts in (*explained, wide, middle)], (" ", narrow)]

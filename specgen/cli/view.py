@@ -51,7 +51,7 @@ def write_bytes(stream: TextIO, data: bytes) -> None:
 
 
 class StreamView:
-    """Text as it is committed, byte for byte; cleaned and ended with a newline on a terminal."""
+    """Text as it is committed, byte for byte, without thoughts; cleaned and ended with a newline on a terminal."""
 
     def __init__(self, stream: TextIO, marks: Marks, *, terminal: bool) -> None:
         self.progress = Progress()
@@ -62,7 +62,7 @@ class StreamView:
 
     def show(self, event: Event) -> None:
         self.progress.see(event)
-        if not isinstance(event, Piece) or not event.text:
+        if not isinstance(event, Piece) or event.thinking or not event.text:
             return
         text = sanitise(event.text) if self._terminal or self.marks.draft else event.text
         self._open_line = bool(text) and not text.endswith("\n")
@@ -101,7 +101,7 @@ def _redraws(event: Event) -> bool:
 
 
 class LiveView:
-    """Text and status line on one terminal. Each update is one write."""
+    """Text and status line on one terminal; of thoughts only that there are any. Each update is one write."""
 
     def __init__(self, screen: Screen, marks: Marks, clock: Callable[[], float] = time.monotonic) -> None:
         self.progress = Progress()
@@ -111,7 +111,7 @@ class LiveView:
 
     def show(self, event: Event) -> None:
         self.progress.see(event)
-        if isinstance(event, Piece):
+        if isinstance(event, Piece) and not event.thinking:
             paint = self.marks.paint if event.drafted else str
             self._screen.update(sanitise(event.text), paint, self._status)
         elif _redraws(event) or self._status.due():

@@ -87,8 +87,10 @@ def _depth(value: object) -> int:
 
 
 def short_message(message: str) -> str:
-    """The first lines of a library's message, as one."""
-    return " ".join(" ".join(message.split()).split(" | ")[0].split())[:300]
+    """A library's message of many lines as one: what is wrong, without the picture of where."""
+    lines = [line.strip() for line in message.splitlines() if line.strip() and "|" not in line[:8]]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join(told or lines)[:300]
 
 
 def _hint(options: ConstraintOptions) -> str | None:
