@@ -35,7 +35,7 @@ SUFFIX = ".weights"
 SUM = "sum"
 """The tensor that holds a digest of the others' samples and of their names, shapes and places."""
 
-SUM_BYTES = 32
+SUM_BYTES = 64
 STALE_S = 86_400
 """An unfinished file of this age belongs to a process that was killed."""
 
@@ -113,7 +113,8 @@ def _code() -> str:
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     partial = path.with_suffix(f".{os.getpid()}{PART}")
     try:
-        whole = [*tensors.items(), (SUM, torch.zeros(SUM_BYTES, dtype=torch.uint8))]
+        # First, so that no sample of another tensor reaches into it; 64 bytes keep the others aligned.
+        whole = [(SUM, torch.zeros(SUM_BYTES, dtype=torch.uint8)), *tensors.items()]
         write_safetensors(partial, room_for(name for name, _ in whole), whole)
         file = SafetensorsFile(partial)
         with partial.open("r+b") as out:
@@ -126,7 +127,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _sum(file: SafetensorsFile) -> bytes:
     middles = [entry.offset + entry.nbytes // 2 for name, entry in file.entries.items() if name != SUM]
-    return bytes.fromhex(file.file.digest(file.data_start, middles))
+    return file.file.digest(file.data_start, middles).encode()
 
 
 def _flat(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
