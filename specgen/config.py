@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specgen.errors import SpecgenError, UsageError, nearest
-from specgen.options import AcceptName, KVName, LoadOptions, ProposerName, RunOptions, check_choice
+from specgen.options import (
+    WEIGHT_CACHE,
+    AcceptName,
+    KVName,
+    LoadOptions,
+    ProposerName,
+    RunOptions,
+    WorkerOptions,
+    check_choice,
+    parse_size,
+)
 from specgen.paths import CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE, config_dir
 
 FILE_NAME = "config.toml"
@@ -41,9 +51,13 @@ class Settings:
     accept: AcceptName = "coupled"
     color: ColorName = "auto"
     quiet: bool = False
+    weight_cache: str = WEIGHT_CACHE
+    keep_alive: float | None = None  # minutes
 
     def __post_init__(self) -> None:
         LoadOptions(self.device, self.threads, self.ctx, self.kv)
+        parse_size("weight_cache", self.weight_cache)
+        WorkerOptions(self.keep_alive)
         RunOptions(proposer=self.proposer, gamma=self.gamma, accept=self.accept)
         check_choice("color", self.color, get_args(ColorName))
 
@@ -111,10 +125,12 @@ def _typed(key: str, text: str) -> object:
         return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    try:
-        return int(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _checked(where: str, key: str, value: object) -> Any:
@@ -147,6 +163,12 @@ def _count(value: object) -> int | None:
     return value
 
 
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("it must be a number")
+    return value
+
+
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError("it must be true or false")
@@ -159,6 +181,7 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "ctx": _count,
     "gamma": _count,
     "quiet": _flag,
+    "keep_alive": _number,
     **{field.name: _text for field in fields(Settings) if field.type in ("str", "str | None")},
     **dict.fromkeys(("kv", "proposer", "accept", "color"), _text),
 }

@@ -161,6 +161,10 @@ def parse_size(name: str, text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+WEIGHT_CACHE = "16GB"
+"""Disk that weights may take which are kept as laid out for this CPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a model is put into memory."""
@@ -172,8 +176,10 @@ class LoadOptions:
     draft_quant: QuantName | None = None  # None: as its files are
     max_memory_bytes: int | None = None  # None: what is free
     ngram_store: bool = False  # look in the texts of earlier runs, and keep this run's
+    weight_cache_bytes: int = parse_size("weight cache", WEIGHT_CACHE)  # disk for laid-out weights; 0: keep none
 
     def __post_init__(self) -> None:
+        check_range("weight cache", self.weight_cache_bytes, 0, math.inf)
         if self.draft_quant is not None:
             check_choice("draft quantisation", self.draft_quant, get_args(QuantName))
         if self.max_memory_bytes is not None:
@@ -183,3 +189,14 @@ class LoadOptions:
         if self.context_tokens is not None:
             check_range("context", self.context_tokens, 8, math.inf)
         check_choice("kv", self.kv, get_args(KVName))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Whether a loaded model outlives the command."""
+
+    keep_alive_minutes: float | None = None  # None: use a worker that is there, start none; 0: not even that
+
+    def __post_init__(self) -> None:
+        if self.keep_alive_minutes is not None:
+            check_range("keep-alive", self.keep_alive_minutes, 0, 525_600)

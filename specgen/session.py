@@ -27,6 +27,7 @@ from specgen.machine import processor_name
 from specgen.memory import MemoryPlan, Need, budget_bytes, peak_rss_bytes, plan_memory
 from specgen.model.build import build_model
 from specgen.model.families import spec_from_config
+from specgen.model.laidout import LaidOutStore
 from specgen.model.spec import ModelSpec, workspace_bytes
 from specgen.options import ConstraintOptions, LoadOptions, RunOptions, ThinkName
 from specgen.paths import cache_dir, data_dir
@@ -96,7 +97,8 @@ def load(
         check_same_tokens(target.tokenizer, small.tokenizer, small.name)
     plan = _memory_plan(target, small, options)
     kernels, notice = select_kernels(options.device, options.threads)
-    model = build_model(target.checkpoint, target.spec, kernels)
+    store = LaidOutStore(cache_dir() / "weights", options.weight_cache_bytes)
+    model = build_model(target.checkpoint, target.spec, kernels, store)
     engine = Engine(EagerRunner(model), model.new_cache(plan.context_tokens, _kv_dtype(options)))
     speculation = Speculation(engine, model, target.checkpoint.digest())
     if small is not None and plan.with_draft:
@@ -163,7 +165,8 @@ def _memory_plan(target: _Opened, draft: _Opened | None, options: LoadOptions) -
 def _load_draft(
     draft: _Opened, target: _Opened, plan: MemoryPlan, kernels: Kernels, options: LoadOptions
 ) -> LoadedDraft:
-    model = build_model(draft.checkpoint, draft.spec, kernels)
+    store = LaidOutStore(cache_dir() / "weights", options.weight_cache_bytes)
+    model = build_model(draft.checkpoint, draft.spec, kernels, store)
     cache = model.new_cache(min(plan.context_tokens, draft.spec.context), _kv_dtype(options))
     reader = DraftModel(EagerRunner(model), cache, draft.spec.vocab)
     return LoadedDraft(draft.name, reader, draft.weights_bytes / target.weights_bytes)

@@ -108,3 +108,19 @@ def test_folders_can_be_moved_and_are_private(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").touch()
     with pytest.raises(SpecgenError, match="cannot create the folder"):
         ensure_dir(tmp_path / "file" / "b")
+
+
+def test_numbers_with_a_fraction_and_sizes(config_file: Path) -> None:
+    config_file.write_text('keep_alive = 2.5\nweight_cache = "0"\n')
+    assert resolve_settings(environ={}) == Settings(keep_alive=2.5, weight_cache="0")
+    assert resolve_settings(environ={"SPECGEN_KEEP_ALIVE": "0.5"}).keep_alive == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("keep_alive = -1", "keep-alive is -1"), ("keep_alive = true", "is True"), ('weight_cache = "much"', "'much'")],
+)
+def test_bad_numbers_and_sizes_are_refused(config_file: Path, text: str, message: str) -> None:
+    config_file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        standing_choices({})

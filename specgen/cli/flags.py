@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from specgen.options import MAX_GAMMA, MAX_TREE, AcceptName, KVName, ProposerName, QuantName
+from specgen.options import MAX_GAMMA, MAX_TREE, WEIGHT_CACHE, AcceptName, KVName, ProposerName, QuantName
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _sampling = partial(typer.Option, rich_help_panel="Sampling", show_default=False)
@@ -64,6 +64,14 @@ class ModelFlags:
     max_memory: Annotated[
         str | None, _model("--max-memory", metavar="SIZE", help="For everything, e.g. 6GB; by default what is free.")
     ] = None
+    weight_cache: Annotated[
+        str,
+        _model(
+            "--weight-cache",
+            metavar="SIZE",
+            help="Disk for weights as they were laid out for this CPU, which a start then only maps; 0 keeps none.",
+        ),
+    ] = WEIGHT_CACHE
     draft: Annotated[
         str | None,
         _decoding("--draft", metavar="NAME|PATH|none", help="Small model that drafts; by default the model's own."),
@@ -75,6 +83,20 @@ class ModelFlags:
     ngram_store: Annotated[
         bool, _decoding("--ngram-store", help="Look in the texts of earlier runs too, and keep this one's on disk.")
     ] = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlags:
+    """What outlives the command."""
+
+    keep_alive: Annotated[
+        float | None,
+        _model(
+            "--keep-alive",
+            metavar="MINUTES",
+            help="Leave the loaded model behind for so long, for the next run; 0 uses none. See `specgen ps`.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
