@@ -134,7 +134,10 @@ def _object(result: TuneResult, plans: Sequence[Plan], session: dict[str, Any]) 
             "temperature": one.temperature,
             "context": one.context,
             "choice": one.choice,
-            "confirmed": [_confirmed_object(one, index, result) for index in range(len(one.confirmed))],
+            "confirmed": [
+                {"setting": c.setting, "speedup": c.speedup, "by_kind": c.by_kind, "predicted_by_kind": c.expected}
+                for c in one.confirmed
+            ],
             "predicted": [
                 {"setting": p.setting, "speedup": p.speedups(one.plain, result.objective), "yield": p.yields}
                 for p in one.predictions
@@ -144,13 +147,6 @@ def _object(result: TuneResult, plans: Sequence[Plan], session: dict[str, Any]) 
     ]
     rest = {"elapsed_s": result.elapsed_s, "prompts": result.prompts, "objective": result.objective}
     return {**known, **rest, "classes": classes, "plans": [plan.to_json() for plan in plans]}
-
-
-def _confirmed_object(one: Tuned, index: int, result: TuneResult) -> dict[str, Any]:
-    confirmed = one.confirmed[index]
-    expected = one.predicted(confirmed.setting, result.objective)
-    measured = {"speedup": confirmed.speedup, "by_kind": confirmed.by_kind}
-    return {"setting": confirmed.setting, "predicted_by_kind": expected, **measured}
 
 
 def _lines(result: TuneResult, width: int) -> Iterator[str]:
@@ -204,7 +200,7 @@ def _kind_table(one: Tuned, result: TuneResult, width: int) -> list[str]:
     kinds = list(plain.ms_per_token)
     columns = [Column("kind", kinds, left=True)]
     for confirmed in one.confirmed:
-        expected, by_kind = one.predicted(confirmed.setting, result.objective), confirmed.by_kind
+        expected, by_kind = confirmed.expected or {}, confirmed.by_kind
         columns.append(Column(confirmed.setting.label, [_number(by_kind.get(kind)) for kind in kinds]))
         columns.append(Column("predicted", [_number(expected.get(kind)) for kind in kinds]))
     return table("By kind of text, measured and predicted", columns, width)

@@ -30,6 +30,7 @@ from specgen.tune.search import (
     candidates,
     choose,
     overall,
+    predict,
     ranked,
     search,
     shortlist,
@@ -42,10 +43,14 @@ if TYPE_CHECKING:
 LONGEST_CONTEXT = 1024
 """Longer contexts are measured by `specgen profile`; γ auto learns their costs as it goes."""
 CALIBRATION_STEPS = 5
-TRACE_SHARE = 0.2
-"""Of the budget, for the plain answers."""
+RECORD_SHARE = 0.35
+"""Of the budget, until which plain answers are recorded."""
+LEAST_CONFIRM_SHARE = 0.4
+"""Of the budget, for confirming, however late it is."""
 FEWEST_TOKENS, MOST_TOKENS = 24, 160
 """Of an answer that says something about acceptance; of an answer that is worth its time."""
+LATELY = 4
+"""Answers whose speed says how fast the machine is now."""
 CONFIRMED = 2
 """Settings that are run, besides plain."""
 
@@ -119,15 +124,16 @@ class Tuner:
         self._report = report
         resumed = bool(self._state.steps)
         steps = self._calibrate()
-        tokens = self._affordable_tokens(steps)
-        traces = self._record(tokens)
+        self._check_budget(steps)
+        traces = self._record(steps)
         costs = self._costs(steps, traces)
         classes = list(dict.fromkeys(recorded.temperature for recorded in traces.values()))
         tuned = [self._tune(temperature, traces, costs, len(classes) - i) for i, temperature in enumerate(classes)]
         self._tell("done")
         notes = [f"{load} is left out: it does not fit into the context" for load in self._left_out]
         elapsed_s = self._clock() - self._began
-        return TuneResult(costs, tuned, self._options.objective, len(traces), tokens, elapsed_s, resumed, notes)
+        longest = max(one.max_tokens for one in traces.values())
+        return TuneResult(costs, tuned, self._options.objective, len(traces), longest, elapsed_s, resumed, notes)
 
     def _tell(self, what: str) -> None:
         budget = self._options.budget_s
@@ -141,51 +147,46 @@ class Tuner:
             self._state.save()
         return self._state.steps
 
-    def _affordable_tokens(self, steps: Mapping[int, Mapping[int, float]]) -> int:
-        """Answer length at which one prompt of every kind and class fits into its share of the budget."""
-        if self._state.tokens:
-            return self._state.tokens
-        table = steps[min(steps)]
-        widest = max(table)
+    def _check_budget(self, steps: Mapping[int, Mapping[int, float]]) -> None:
+        """UsageError unless one short answer of every kind and class fits into its share of the budget."""
         groups = {(case.kind, case.temperature) for case in self._cases}
         first = {case.kind: case for case in reversed(self._cases)}
-        reading_ms = sum(len(case.prompt.ids) for case in first.values()) * table[widest] / widest
-        left_ms = 1e3 * TRACE_SHARE * self._options.budget_s - reading_ms
-        tokens = int(left_ms / (len(groups) * table[1]))
-        if tokens < FEWEST_TOKENS:
-            needed_ms = reading_ms + FEWEST_TOKENS * len(groups) * table[1]
+        needed_ms = sum(_reading_ms(case, steps) for case in first.values())
+        needed_ms += FEWEST_TOKENS * len(groups) * steps[min(steps)][1]
+        if needed_ms > 1e3 * RECORD_SHARE * self._options.budget_s:
             raise UsageError(
                 f"a budget of {self._options.budget_s:g} s is too small to measure {len(groups)} kinds of answers",
-                hint=f"use --budget {max(1, round(needed_ms / 1e3 / TRACE_SHARE + 0.5))} or more, "
+                hint=f"use --budget {max(1, round(needed_ms / 1e3 / RECORD_SHARE + 0.5))} or more, "
                 "or fewer kinds with --kind or --sampling greedy",
             )
-        self._state.tokens = min(MOST_TOKENS, tokens)
-        return self._state.tokens
 
-    def _record(self, tokens: int) -> dict[str, Recorded]:
+    def _record(self, steps: Mapping[int, Mapping[int, float]]) -> dict[str, Recorded]:
         """Plain answers: at least one of every kind and class, more while their share of the budget lasts."""
-        deadline = self._began + 2 * TRACE_SHARE * self._options.budget_s  # calibrated and recorded by then
-        seen: set[tuple[str, TemperatureClass]] = set()
+        deadline = self._began + RECORD_SHARE * self._options.budget_s
+        waiting = list(dict.fromkeys((case.kind, case.temperature) for case in self._cases))
         found: dict[str, Recorded] = {}
-        for case in self._shortened(tokens):
+        for case in self._cases:
             group = (case.kind, case.temperature)
             if case.id not in self._state.recorded:
-                # A second prompt of a kind only while there is time left for confirming.
-                if group in seen and self._clock() > deadline:
+                if group not in waiting and self._clock() > deadline:
                     continue
+                left_ms = 1e3 * (deadline - self._clock()) / max(1, len(waiting))
+                # The machine may have become slower since it was calibrated.
+                slower = self._ms_per_token(steps) / steps[min(steps)][1]
+                tokens = int((left_ms - slower * _reading_ms(case, steps)) / self._ms_per_token(steps))
                 self._tell(f"plain: {case.id}")
-                self._state.recorded[case.id] = self._recorded(run_case(self._session, case, PLAIN, fresh=False))
+                short = _shortened(case, min(MOST_TOKENS, max(FEWEST_TOKENS, tokens)))
+                self._state.recorded[case.id] = self._recorded(run_case(self._session, short, PLAIN, fresh=False))
                 self._state.save()
-            seen.add(group)
+            if group in waiting:
+                waiting.remove(group)
             found[case.id] = self._state.recorded[case.id]
         return found
 
-    def _shortened(self, tokens: int) -> list[Case]:
-        cases = []
-        for case in self._cases:
-            budget = min(tokens, case.options.max_tokens or tokens)
-            cases.append(replace(case, options=replace(case.options, max_tokens=budget)))
-        return cases
+    def _ms_per_token(self, steps: Mapping[int, Mapping[int, float]]) -> float:
+        """Of plain decoding lately: what calibration said until there are answers."""
+        speeds = [one.tok_s for one in self._state.recorded.values() if one.tok_s is not None][-LATELY:]
+        return 1e3 / median(speeds) if speeds else steps[min(steps)][1]
 
     def _recorded(self, run: Run) -> Recorded:
         trace = trace_of(run, self._session)
@@ -193,6 +194,7 @@ class Tuner:
         return Recorded(
             kind=run.case.kind,
             temperature=run.case.temperature,
+            max_tokens=trace.max_tokens or len(trace.answer),
             answer=trace.answer,
             token_ms=token_ms,
             cycle_ms=cycle_ms,
@@ -212,39 +214,54 @@ class Tuner:
     def _tune(
         self, temperature: TemperatureClass, recorded: Mapping[str, Recorded], costs: Costs, classes_left: int
     ) -> Tuned:
-        cases = [c for c in self._shortened(self._state.tokens) if c.id in recorded and c.temperature == temperature]
-        traces: dict[str, list[Trace]] = {}
-        for case in cases:
-            traces.setdefault(case.kind, []).append(self._trace(case, recorded[case.id]))
+        cases = [
+            _shortened(case, recorded[case.id].max_tokens)
+            for case in self._cases
+            if case.id in recorded and case.temperature == temperature
+        ]
+        traces = {case.id: self._trace(case, recorded[case.id].answer) for case in cases}
         predictions: list[Prediction] = []
-        for prediction in search(candidates(), traces, costs):
+        for prediction in search(candidates(), _by_kind(cases, traces), costs):
             self._tell(f"replaying {temperature}: {prediction.setting.label}")
             predictions.append(prediction)
-        plain = next(p for p in predictions if p.setting.is_plain)
-        chosen = shortlist(predictions, CONFIRMED, self._options.objective)
-        # A setting that is not even predicted to gain is not worth running.
-        expected = {p.setting: p.speedups(plain, self._options.objective) for p in predictions if p.setting in chosen}
-        chosen = [setting for setting in chosen if overall(expected[setting]) > 1.0]
         self._known = costs
-        self._confirm(cases, chosen, classes_left)
-        confirmed = [
-            Confirmed(setting, self._ratios(cases, setting), expected[setting])
-            for setting in chosen
-            if self._ratios(cases, setting)
-        ]
+        confirmed = self._confirm(cases, traces, self._worth_running(predictions), classes_left)
         speeds = [speed for case in cases if (speed := recorded[case.id].tok_s) is not None]
         context = context_class(int(median(len(case.prompt.ids) for case in cases)))
         return Tuned(temperature, context, predictions, confirmed, choose(confirmed), median(speeds or [0.0]))
 
-    def _trace(self, case: Case, recorded: Recorded) -> Trace:
+    def _trace(self, case: Case, answer: tuple[int, ...]) -> Trace:
         engine = self._session.engine
         widest, capacity = engine.runner.widths[-1], engine.cache.capacity
-        return Trace(case.prompt.ids, recorded.answer, case.options.max_tokens, capacity, widest)
+        return Trace(case.prompt.ids, answer, case.options.max_tokens, capacity, widest)
 
-    def _confirm(self, cases: Sequence[Case], settings: Sequence[Setting], classes_left: int) -> None:
-        """Plain and the settings in turns on every case: one round always, more while this class's time lasts."""
+    def _worth_running(self, predictions: Sequence[Prediction]) -> list[Setting]:
+        """The best few that are predicted to gain anything."""
+        plain = next(p for p in predictions if p.setting.is_plain)
+        gains = {p.setting: overall(p.speedups(plain, self._options.objective)) for p in predictions}
+        return [s for s in shortlist(predictions, CONFIRMED, self._options.objective) if gains[s] > 1.0]
+
+    def _confirm(
+        self, cases: Sequence[Case], traces: Mapping[str, Trace], settings: Sequence[Setting], classes_left: int
+    ) -> list[Confirmed]:
+        """Plain and the settings in turns on every case: one round always, more while this class's time lasts. Answers
+        are cut short where one round of whole ones would take too long."""
         now = self._clock() - self._began
-        deadline = self._began + now + max(0.0, self._options.budget_s - now) / classes_left
+        left_s = max(LEAST_CONFIRM_SHARE, 1.0 - now / self._options.budget_s) * self._options.budget_s / classes_left
+        deadline = self._clock() + left_s
+        runs = len(cases) * (1 + len(settings))
+        tokens = max(FEWEST_TOKENS, int(1e3 * left_s / runs / self._ms_per_token(self._state.steps)))
+        cases = [_shortened(case, tokens) for case in cases]
+        self._take_turns(cases, settings, deadline)
+        # Predicted anew, on exactly the tokens that were run.
+        run = {case.id: self._trace(case, traces[case.id].answer[: case.options.max_tokens]) for case in cases}
+        assert self._known is not None
+        by_kind = _by_kind(cases, run)
+        plain = predict(PLAIN, by_kind, self._known)
+        found = [(s, self._ratios(cases, s), predict(s, by_kind, self._known)) for s in settings]
+        return [Confirmed(s, ratios, p.speedups(plain, self._options.objective)) for s, ratios, p in found if ratios]
+
+    def _take_turns(self, cases: Sequence[Case], settings: Sequence[Setting], deadline: float) -> None:
         turn = 0
         while settings and (turn == 0 or self._clock() < deadline):
             for number, case in enumerate(cases):
@@ -262,7 +279,7 @@ class Tuner:
         order = [PLAIN, *settings]
         shift = (turn + number) % len(order)
         figures: dict[Setting, tuple[float, float] | None] = {}
-        run_case(self._session, _first_tokens(case), PLAIN, fresh=False)  # brings the prompt into the cache
+        run_case(self._session, _shortened(case, 1), PLAIN, fresh=False)  # brings the prompt into the cache
         for setting in order[shift:] + order[:shift]:
             figures[setting] = _figures(
                 run_case(self._session, case, setting, fresh=False, costs=self._known).finished.record
@@ -285,8 +302,22 @@ class Tuner:
         return found
 
 
-def _first_tokens(case: Case) -> Case:
-    return replace(case, options=replace(case.options, max_tokens=1))
+def _shortened(case: Case, tokens: int) -> Case:
+    budget = min(tokens, case.options.max_tokens or tokens)
+    return replace(case, options=replace(case.options, max_tokens=budget))
+
+
+def _reading_ms(case: Case, steps: Mapping[int, Mapping[int, float]]) -> float:
+    """About what the prompt takes to compute: rows of the widest step."""
+    table = steps[min(steps)]
+    return len(case.prompt.ids) * table[max(table)] / max(table)
+
+
+def _by_kind(cases: Sequence[Case], traces: Mapping[str, Trace]) -> dict[str, list[Trace]]:
+    found: dict[str, list[Trace]] = {}
+    for case in cases:
+        found.setdefault(case.kind, []).append(traces[case.id])
+    return found
 
 
 def _figures(record: RunRecord) -> tuple[float, float] | None:

@@ -26,6 +26,7 @@ class Recorded:
 
     kind: str
     temperature: TemperatureClass
+    max_tokens: int
     answer: tuple[int, ...]
     token_ms: float
     cycle_ms: float
@@ -51,7 +52,6 @@ class TuneState:
     path: Path | None = None
     key: str = ""
     steps: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    tokens: int = 0
     recorded: dict[str, Recorded] = field(default_factory=dict)  # by case
     pairs: list[Pair] = field(default_factory=list)
 
@@ -70,7 +70,6 @@ class TuneState:
         if value["schema"] != SCHEMA or value["key"] != self.key:
             raise ValueError("another search's")
         self.steps = {int(c): {int(r): _positive(ms) for r, ms in t.items()} for c, t in value["steps"].items()}
-        self.tokens = int(value["tokens"])
         for case, one in value["recorded"].items():
             temperature = cast("TemperatureClass", one["temperature"])
             if temperature not in get_args(TemperatureClass):
@@ -90,7 +89,6 @@ class TuneState:
                 "schema": SCHEMA,
                 "key": self.key,
                 "steps": self.steps,
-                "tokens": self.tokens,
                 "recorded": recorded,
                 "pairs": [asdict(pair) for pair in self.pairs],
             },

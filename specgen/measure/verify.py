@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specgen.accept import RULES
+from specgen.cancel import Cancel
 from specgen.draft import Draft
-from specgen.engine import Answer, Cancel
+from specgen.engine import Answer
 from specgen.kernels.base import Truncation
 from specgen.kernels.reference import truncated_probs
 from specgen.measure.chisquare import consistent
