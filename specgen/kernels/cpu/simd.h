@@ -130,9 +130,9 @@ SG_INLINE VF from_bf16(const void* from) {
 }
 
 SG_INLINE VI from_int8(const void* from) {
-#if SG_PATH == SG_AVX512_VNNI
+#if SG_PATH == SG_AVX512_VNNI && !defined(SG_SIMDE)
     return bits<VI>(_mm512_cvtepi8_epi32(load<__m128i>(from)));
-#elif SG_PATH >= SG_AVX2
+#elif SG_PATH >= SG_AVX2 && SG_PATH != SG_AVX512_VNNI
     return bits<VI>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
 #else
     return __builtin_convertvector(load<VSB>(from), VI);
