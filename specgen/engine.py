@@ -7,7 +7,6 @@ as row 0. Every exit, also by an exception in the middle of a step, leaves a com
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from specgen.accept import AcceptRule, Verdict
 from specgen.cache import KVCache
+from specgen.cancel import Cancel
 from specgen.draft import Draft
 from specgen.events import FinishReason
 from specgen.kernels.base import Attend
@@ -22,19 +22,6 @@ from specgen.propose.base import Proposer
 from specgen.records import CycleRecord, Ending, RunRecord
 from specgen.sampling import NonFiniteLogitsError, Sampler
 from specgen.step import StepOut, StepRunner
-
-
-class Cancel:
-    """A request to stop, checked once per cycle and per prefill chunk. Safe to set from a signal handler."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
 
 
 class GammaPolicy(Protocol):
@@ -98,7 +85,7 @@ class Engine:
         self.runner = runner
         self.cache = cache
         self.committed: list[int] = []
-        self._clock = clock
+        self.clock = clock
 
     def rewind(self, length: int) -> None:
         """Forget all committed tokens behind `length`."""
@@ -107,7 +94,7 @@ class Engine:
 
     def prefill(self, answer: Answer, record: RunRecord) -> bool:
         """Commit the prompt, reusing the longest prefix that is cached. False: cancelled (what was computed stays)."""
-        begin = self._clock()
+        begin = self.clock()
         reused = self._reuse(answer.prompt)
         answer.proposer.rollback(reused)
         self.cache.rollback(reused)
@@ -115,7 +102,7 @@ class Engine:
         record.prompt_tokens, record.reused_tokens = len(answer.prompt), reused
         done = self._prefill_chunks(answer)
         record.kv_tokens = max(record.kv_tokens, self.cache.length)
-        record.prefill_ms = 1e3 * (self._clock() - begin)
+        record.prefill_ms = 1e3 * (self.clock() - begin)
         return done
 
     def _reuse(self, prompt: Sequence[int]) -> int:
@@ -168,13 +155,13 @@ class Engine:
         return FinishReason.CONTEXT if len(self.committed) >= self.cache.capacity else None
 
     def _cycle(self, answer: Answer, budget: int) -> Cycle:
-        began = self._clock()
+        began = self.clock()
         draft, fallback = self._propose(answer, budget)
-        proposed = self._clock()
+        proposed = self.clock()
         tokens = [self.committed[-1], *(draft.tokens if draft else ())]
         with self.cache.transaction(len(tokens)):
             out = self.runner.step(tokens, _parents(draft), self.cache)
-            verified = self._clock()
+            verified = self.clock()
             verdict = self._accept(answer, draft, tokens, out)
             new = [*(draft.tokens[node] for node in verdict.path if draft), verdict.next_token]
             kept, reason = answer.cut(new)
@@ -193,7 +180,7 @@ class Engine:
             ending=_ending(draft, verdict, kept),
             propose_ms=1e3 * (proposed - began),
             verify_ms=1e3 * (verified - proposed),
-            reconcile_ms=1e3 * (self._clock() - verified),
+            reconcile_ms=1e3 * (self.clock() - verified),
             source=draft.source if draft else "none",
             match=draft.match if draft else 0,
             width=draft.width if draft else 1,

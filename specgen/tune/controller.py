@@ -22,7 +22,7 @@ MARGIN = 1.03
 NEGLIGIBLE = 1e-3
 """A level that is reached more rarely is not worth the arithmetic."""
 PROBE_LEVELS = 2
-"""How deep a model drafts when it is only tried."""
+"""How deep a model drafts when it is only tried, and at first."""
 PLAIN_EVERY = 128
 """t(1) is measured at least once in so many cycles: without it nothing can be compared."""
 DECAY = 0.1
@@ -112,8 +112,10 @@ class AutoGamma:
 
     def best_depth(self, source: str) -> int:
         """How many levels are worth asking a model for, 0 when none."""
-        survival = self.survival.survival(all_of(source), self.most)
-        sizes = [self.width * level for level in range(1, self.most + 1)]
+        # A model that has not shown what it is worth goes one level deeper with every draft.
+        most = min(self.most, PROBE_LEVELS + self.survival.drafts(all_of(source)))
+        survival = self.survival.survival(all_of(source), most)
+        sizes = [self.width * level for level in range(1, most + 1)]
         return self._fastest(survival, sizes, lambda levels: self._propose_ms(source, levels))
 
     def worth(self, draft: Draft) -> bool:

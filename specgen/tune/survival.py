@@ -40,6 +40,7 @@ def _prior(kind: Kind, position: int) -> float:
 
 @dataclass(slots=True)
 class _Counts:
+    drafts: int = 0
     prior: float = PRIOR_TRIED
     tried: list[float] = field(default_factory=list)  # by position
     accepted: list[float] = field(default_factory=list)
@@ -57,6 +58,7 @@ class SurvivalEstimate:
         while len(counts.tried) < depth:
             counts.tried.append(0.0)
             counts.accepted.append(0.0)
+        counts.drafts += 1
         counts.prior = max(PRIOR_LEFT, counts.prior * DECAY)
         for position in range(len(counts.tried)):
             counts.tried[position] *= DECAY
@@ -65,6 +67,10 @@ class SurvivalEstimate:
         for position in range(reached):
             counts.tried[position] += 1.0
             counts.accepted[position] += position < accepted
+
+    def drafts(self, kind: Kind) -> int:
+        """How many drafts of the kind were observed."""
+        return self._counts.get(kind, _Counts()).drafts
 
     def survival(self, kind: Kind, depth: int) -> list[float]:
         """s_1 … s_depth."""
