@@ -17,6 +17,7 @@ from specgen.cli.console import ClosedPipeError, Console, guarded
 from specgen.cli.flags import grouped
 from specgen.cli.interrupt import terminate_politely
 from specgen.cli.models import models_app
+from specgen.cli.profile import profile
 from specgen.cli.run import run
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
@@ -64,9 +65,10 @@ app = typer.Typer(
 app.command("run", epilog=EXIT_CODES)(grouped(run))
 app.command("tune", epilog=EXIT_CODES)(grouped(tune))
 app.command("bench", epilog=EXIT_CODES)(grouped(bench))
+app.command("profile", epilog=EXIT_CODES)(grouped(profile))
 app.command("verify", epilog=EXIT_CODES)(grouped(verify))
 app.add_typer(models_app, name="models")
-_ONE_MODEL_COMMANDS = ("run", "tune", "bench", "verify")
+_ONE_MODEL_COMMANDS = ("run", "tune", "bench", "profile", "verify")
 _MODELS_COMMANDS = ("list", "show", "pull", "rm", "path")
 
 

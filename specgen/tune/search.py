@@ -46,14 +46,18 @@ def candidates(gammas: Sequence[int] = GAMMAS, ngrams: Sequence[tuple[int, int]]
 def lookup_proposer(setting: Setting, trace: Trace) -> Proposer:
     """Proposers that need no model."""
     assert setting.proposer in ("none", "ngram")
-    return NoProposer() if setting.is_plain else NgramProposer(NgramOptions(setting.n_max, setting.n_min))
+    if setting.is_plain:
+        return NoProposer()
+    return NgramProposer(NgramOptions(setting.n_max, setting.n_min), setting.tree)
 
 
 def policy_of(setting: Setting, costs: Costs, context_tokens: int) -> Policy:
     """The γ policy that the session would use, with the calibrated table."""
     if setting.gamma is not None:
-        return FixedGamma(setting.gamma)
-    return AutoGamma(costs.at(context_tokens))
+        return FixedGamma(setting.gamma, setting.tree)
+    policy = AutoGamma(costs.at(context_tokens), width=setting.tree)
+    policy.new_text(context_tokens)
+    return policy
 
 
 @dataclass(frozen=True, slots=True)
