@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from specgen.cancel import Cancel
 from specgen.errors import ContextFullError, ModelError
 from specgen.events import CycleDone, Event, Finished, FinishReason, Piece, Prefilled, Started
 from specgen.options import LoadOptions, RunOptions
@@ -36,17 +37,6 @@ class Script:
     fail: str = ""  # an error in the middle: "context", "memory", "bug"
 
 
-class FakeCancel:
-    def __init__(self) -> None:
-        self._set = False
-
-    def set(self) -> None:
-        self._set = True
-
-    def is_set(self) -> bool:
-        return self._set
-
-
 @dataclass
 class FakeSession:
     script: Script
@@ -59,14 +49,14 @@ class FakeSession:
         self.prompt = text
         return SimpleNamespace(ids=tuple(text.encode()), notices=())
 
-    def generate(self, prompt: Any, options: RunOptions, cancel: FakeCancel) -> Iterator[Event]:
+    def generate(self, prompt: Any, options: RunOptions, cancel: Cancel) -> Iterator[Event]:
         self.calls.append({"options": options})
         try:
             yield from self._events(prompt, options, cancel)
         finally:
             self.closed = True
 
-    def _events(self, prompt: Any, options: RunOptions, cancel: FakeCancel) -> Iterator[Event]:
+    def _events(self, prompt: Any, options: RunOptions, cancel: Cancel) -> Iterator[Event]:
         script, record = self.script, RunRecord(prompt_tokens=len(prompt.ids), prefill_ms=10.0, ttft_ms=12.0)
         gamma = "auto" if options.gamma is None else str(options.gamma)
         yield Started(
@@ -129,7 +119,7 @@ def install(script: Script, put: Callable[[str, ModuleType], object] = sys.modul
         return SimpleNamespace(name=name, entry=SimpleNamespace(sampling=sampling, draft=None))
 
     fakes: dict[str, dict[str, Any]] = {
-        "specgen.session": {"load": load, "Cancel": FakeCancel},
+        "specgen.session": {"load": load},
         "specgen.registry": {
             "DEFAULT_MODEL": "fake",
             "load_registry": lambda extra=None: None,

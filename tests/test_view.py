@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import pyte
 import pytest
-from fake_session import FakeCancel, FakeSession, Script
+from fake_session import FakeSession, Script
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from terminal import Glass
 
+from specgen.cancel import Cancel
 from specgen.cli.report import Outcome, answer_object, json_line, main_fallback, summary
 from specgen.cli.screen import Screen
 from specgen.cli.status import Marks, Progress, status_line
@@ -46,7 +47,7 @@ class Watched:
 def events(*cycles: Sequence[tuple[str, bool]], **script: object) -> list[Event]:
     session = FakeSession(Script(cycles=cycles, **script))  # type: ignore[arg-type]
     prompt = session.prompt_ids("x", system=None, raw=False)
-    return list(session.generate(prompt, RunOptions(), FakeCancel()))
+    return list(session.generate(prompt, RunOptions(), Cancel()))
 
 
 def shown_plainly(text: str, columns: int, rows: int) -> list[str]:
