@@ -27,12 +27,12 @@ from specgen.options import (
     check_choice,
     parse_size,
 )
-from specgen.paths import CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE, config_dir
+from specgen.paths import CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE, RUNTIME_VARIABLE, config_dir
 
 FILE_NAME = "config.toml"
 PREFIX = "SPECGEN_"
 ColorName = Literal["auto", "always", "never"]
-_OTHER_VARIABLES = {CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE}
+_OTHER_VARIABLES = {CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE, RUNTIME_VARIABLE}
 _LOOKS_ALIKE = 0.8  # difflib ratio above which an unknown variable is taken for a misspelt setting
 
 

@@ -1,6 +1,7 @@
 """Where specgen keeps its files: cache (models, compiled kernels, plans), config (`config.toml`, `models.toml`), data.
 
-Knows: the platform's folders and the variables that move them (SPECGEN_CACHE, SPECGEN_CONFIG, SPECGEN_DATA).
+Knows: the platform's folders and the variables that move them (SPECGEN_CACHE, SPECGEN_CONFIG, SPECGEN_DATA,
+SPECGEN_RUNTIME).
 Does not know: what is in them. Nothing is created until it is asked for; our own folders are private (0700), since
 a cache holds code that is loaded later.
 """
@@ -17,6 +18,7 @@ from specgen.errors import SpecgenError
 CACHE_VARIABLE = "SPECGEN_CACHE"
 CONFIG_VARIABLE = "SPECGEN_CONFIG"
 DATA_VARIABLE = "SPECGEN_DATA"
+RUNTIME_VARIABLE = "SPECGEN_RUNTIME"
 
 
 def cache_dir() -> Path:
@@ -32,6 +34,15 @@ def config_dir() -> Path:
 def data_dir() -> Path:
     """Files that cannot be made again (saved sessions, logs)."""
     return _override(DATA_VARIABLE) or platformdirs.user_data_path("specgen", appauthor=False)
+
+
+def runtime_dir() -> Path:
+    """Sockets of running workers: gone when the user logs out, where the system has such a place."""
+    given = _override(RUNTIME_VARIABLE)
+    if given is not None:
+        return given
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(session) / "specgen" if session and os.access(session, os.W_OK) else cache_dir() / "run"
 
 
 def ensure_dir(path: Path) -> Path:

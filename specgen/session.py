@@ -18,7 +18,8 @@ import torch
 import specgen
 from specgen.accept import RULES
 from specgen.cache import KV_DTYPES, KVCache
-from specgen.engine import Answer, Cancel, Cut, Cycle, Engine
+from specgen.cancel import Cancel
+from specgen.engine import Answer, Cut, Cycle, Engine
 from specgen.errors import ContextFullError, UsageError
 from specgen.events import CycleDone, Event, Finished, FinishReason, Prefilled, Started
 from specgen.kernels import select_kernels
@@ -31,6 +32,7 @@ from specgen.model.laidout import LaidOutStore
 from specgen.model.spec import ModelSpec, workspace_bytes
 from specgen.options import ConstraintOptions, LoadOptions, RunOptions, ThinkName
 from specgen.paths import cache_dir, data_dir
+from specgen.prompt import Prompt
 from specgen.propose.forced import ForcedProposer
 from specgen.propose.model import DraftModel
 from specgen.propose.store import NgramStore
@@ -52,14 +54,6 @@ from specgen.weights.checkpoint import open_checkpoint
 from specgen.weights.quantised import quantised_checkpoint
 
 __all__ = ["Cancel", "Prompt", "Session", "load"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    ids: tuple[int, ...]
-    notices: tuple[str, ...] = ()
-    turn: bool = True  # the answer is a chat turn of its own, not the continuation of a text
-    thinking: bool = False  # the chat template has opened a thought, which the answer goes on with
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ RANKS = {
     "errors": 0,
     "options": 1,
     "paths": 1,
+    "cancel": 1,
+    "prompt": 1,
     "draft": 1,
     "records": 1,
     "events": 2,
