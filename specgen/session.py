@@ -112,7 +112,7 @@ def load(
         planned_bytes=plan.needed_bytes,
     )
     session = Session(speculation, kernels, target.tokenizer, loaded)
-    session.use_plans(PlanStore().book(session.scope))
+    session.refresh_plans()
     return session
 
 
@@ -210,6 +210,10 @@ class Session:
         kv = next(name for name, dtype in KV_DTYPES.items() if dtype == self.engine.cache.layers[0].k.dtype)
         device = f"{processor_name()}, {self.kernels.name}, {threads} threads, kv {kv}"
         return Scope(self.loaded.digest, device, f"specgen {specgen.__version__}, torch {torch.__version__}")
+
+    def refresh_plans(self) -> None:
+        """Use what `specgen tune` has found for this model and machine by now."""
+        self.use_plans(PlanStore().book(self.scope))
 
     def use_plans(self, plans: PlanBook) -> None:
         """What `specgen tune` found, for answers whose speculation is left to us; its costs are where `--gamma auto`

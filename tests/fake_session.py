@@ -90,6 +90,9 @@ class FakeSession:
         if self.script.fail == "bug":
             raise KeyError("a bug")
 
+    def refresh_plans(self) -> None:
+        pass
+
     def report(self) -> dict[str, Any]:
         return {"model": "fake", "load_s": 0.5, "memory": {"weights_bytes": 1000}, "versions": {"specgen": "0"}}
 

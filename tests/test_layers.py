@@ -45,6 +45,7 @@ RANKS = {
     "registry": 10,
     "session": 11,
     "measure": 12,
+    "worker": 12,
     "cli": 13,
     "__main__": 14,
 }

@@ -21,6 +21,7 @@ from specgen.cli.profile import profile
 from specgen.cli.run import run
 from specgen.cli.tune import tune
 from specgen.cli.verify import verify
+from specgen.cli.worker import list_workers, stop_workers
 from specgen.config import flag_defaults
 
 SUMMARY = """Run a quantised language model on this machine: the same text, sooner, by exact speculative decoding.
@@ -67,6 +68,8 @@ app.command("tune", epilog=EXIT_CODES)(grouped(tune))
 app.command("bench", epilog=EXIT_CODES)(grouped(bench))
 app.command("profile", epilog=EXIT_CODES)(grouped(profile))
 app.command("verify", epilog=EXIT_CODES)(grouped(verify))
+app.command("ps", epilog=EXIT_CODES)(list_workers)
+app.command("stop", epilog=EXIT_CODES)(stop_workers)
 app.add_typer(models_app, name="models")
 _ONE_MODEL_COMMANDS = ("run", "tune", "bench", "profile", "verify")
 _MODELS_COMMANDS = ("list", "show", "pull", "rm", "path")

@@ -6,7 +6,7 @@ imported by `show` alone, and only for a model that is here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +44,7 @@ def list_models(context: typer.Context, json_: JsonFlag = False, models: FileFla
     console, registry = Console.of(context), _registry(models)
     if json_:
         entries = [_entry_object(entry) for entry in registry.entries.values()]
-        _print_json(console, {"models": entries})
+        print_json(console, {"models": entries})
     else:
         _print_table(console, registry)
 
@@ -62,7 +62,7 @@ def show_model(context: typer.Context, model: ModelArgument, json_: JsonFlag = F
         with console.busy("reading the weights"):
             shown["found"] = _found_object(path)
     if json_:
-        _print_json(console, shown)
+        print_json(console, shown)
     else:
         _print_facts(console, shown)
 
@@ -86,7 +86,7 @@ def pull_model(
         pulled = pull(ref.entry, progress=progress, draft=draft)
     paths = {"target": pulled.target, **({"draft": pulled.draft} if pulled.draft is not None else {})}
     if json_:
-        _print_json(console, {"name": ref.name, **{role: str(path) for role, path in paths.items()}})
+        print_json(console, {"name": ref.name, **{role: str(path) for role, path in paths.items()}})
     else:
         _print(console, "\n".join(map(str, paths.values())))
 
@@ -103,7 +103,7 @@ def model_path(context: typer.Context, model: ModelArgument, json_: JsonFlag = F
         raise ModelError(f"{entry.name} is not here yet", f"`specgen models pull {model}` fetches it")
     path = found or cache_path(entry.target)
     if json_:
-        _print_json(console, {"name": entry.name, "path": str(path), "cached": found is not None})
+        print_json(console, {"name": entry.name, "path": str(path), "cached": found is not None})
         return
     if found is None:
         console.note(f"{entry.name} is not here yet")
@@ -130,7 +130,7 @@ def remove_model(
     freed_bytes = sum(remove(artefact) for artefact in here)
     if json_:
         removed = [str(cache_path(artefact)) for artefact in here]
-        _print_json(console, {"name": entry.name, "removed": removed, "freed_bytes": freed_bytes})
+        print_json(console, {"name": entry.name, "removed": removed, "freed_bytes": freed_bytes})
     else:
         _print(console, f"removed {entry.name} ({_size(freed_bytes)})")
 
@@ -316,7 +316,8 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
-def _print_json(console: Console, value: Mapping[str, Any]) -> None:
+def print_json(console: Console, value: Mapping[str, Any]) -> None:
+    """One object on stdout, with the version of its schema."""
     _print(console, json_line({"schema_version": SCHEMA_VERSION, **value}))
 
 
@@ -324,3 +325,7 @@ def _print(console: Console, text: str) -> None:
     stream = console.answer()
     stream.write(text + "\n")
     stream.flush()
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    _print(console, "\n".join(lines))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
+from specgen.cancel import Cancel
 from specgen.cli.console import Console, descriptor
 from specgen.cli.fetchbar import fetch_bar
-from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags
+from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags, WorkerFlags
 from specgen.cli.interrupt import exit_code, interrupts
 from specgen.cli.outfile import OutFile
 from specgen.cli.prompt import STDIN, PromptSource, argument_text, read_prompt
@@ -23,14 +24,17 @@ from specgen.cli.report import Outcome, answer_object, json_line, stats_tables, 
 from specgen.cli.screen import terminal_size, unechoed
 from specgen.cli.shape import ConstraintFlags, Shape, ThinkFlags, reads_stdin
 from specgen.cli.view import LiveView, View, choose_view, write_bytes
+from specgen.cli.worker import warm_session
 from specgen.config import ColorName
 from specgen.errors import ExitCode, UsageError
 from specgen.events import Finished, FinishReason, Started
 from specgen.options import NEED_DRAFT, DraftOptions, LoadOptions, RunOptions, SamplingOptions, check_choice, parse_size
 
 if TYPE_CHECKING:
+    from specgen.prompt import Prompt
     from specgen.registry import ModelRef, Registry
-    from specgen.session import Prompt, Session
+    from specgen.session import Session
+    from specgen.worker.client import RemoteSession
 
 
 def run(
@@ -41,6 +45,7 @@ def run(
     decoding: DecodingFlags,
     constraint: ConstraintFlags,
     think: ThinkFlags,
+    worker: WorkerFlags,
     output: OutputFlags,
 ) -> int:
     """Answer one prompt.
@@ -69,7 +74,8 @@ def run(
     options = shape.applied(run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen})))
     draft = find_draft(model, ref)
     check_draft(options, draft)
-    session = load_session(console, ref, load, draft)
+    warm = warm_session(console, ref, draft, load, worker.keep_alive)
+    session = warm or load_session(console, ref, load, draft)
     ids = session.prompt_ids(text, system=system, raw=prompt.raw, think=shape.think)
     return _answer(console, session, ids, options, _Delivery(output, destination))
 
@@ -96,9 +102,9 @@ class _Delivery:
             self.destination.write(data)
 
 
-def _answer(console: Console, session: Session, prompt: Prompt, options: RunOptions, delivery: _Delivery) -> int:
-    from specgen.session import Cancel
-
+def _answer(
+    console: Console, session: Session | RemoteSession, prompt: Prompt, options: RunOptions, delivery: _Delivery
+) -> int:
     view = choose_view(console, whole=delivery.whole)
     cancel = Cancel()
     keyboard = descriptor(console.stdin) if isinstance(view, LiveView) else None
