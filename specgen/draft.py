@@ -31,6 +31,7 @@ class Draft:
     # How sure the proposer was of its first level, 0 … 1: a function of the prefix alone. Drafts may be dropped for it,
     # and dropping one for what it happened to draw would change the distribution under `rejection`.
     confidence: float | None = None
+    indivisible: bool = False  # of no use to its proposer when it is cut short
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.probs) > 0
@@ -58,7 +59,7 @@ class Draft:
     def first(self, count: int) -> Draft:
         """The first `count` nodes (parents come before children, so what is kept is a tree too)."""
         kept = (self.tokens[:count], self.parents[:count], self.probs[:count])
-        return Draft(*kept, self.source, self.match, self.confidence)
+        return Draft(*kept, self.source, self.match, self.confidence, self.indivisible)
 
     @property
     def depths(self) -> list[int]:

@@ -18,7 +18,7 @@ from specgen.cancel import Cancel
 from specgen.draft import Draft
 from specgen.events import FinishReason
 from specgen.kernels.base import Attend
-from specgen.propose.base import Proposer
+from specgen.propose.base import Proposer, ReadsRows
 from specgen.records import CycleRecord, Ending, RunRecord
 from specgen.sampling import NonFiniteLogitsError, Sampler
 from specgen.step import StepOut, StepRunner
@@ -163,6 +163,8 @@ class Engine:
             out = self.runner.step(tokens, _parents(draft), self.cache)
             verified = self.clock()
             verdict = self._accept(answer, draft, tokens, out)
+            if draft is not None and isinstance(answer.proposer, ReadsRows):
+                answer.proposer.checked(draft, out.logits)
             new = [*(draft.tokens[node] for node in verdict.path if draft), verdict.next_token]
             kept, reason = answer.cut(new)
             rows = [0, *(node + 1 for node in verdict.path)][:kept]

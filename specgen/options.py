@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from specgen.errors import UsageError, nearest
 
-ProposerName = Literal["auto", "ngram", "model", "mix", "skip", "none"]
+ProposerName = Literal["auto", "ngram", "model", "mix", "skip", "lookahead", "none"]
 NEED_DRAFT: tuple[ProposerName, ...] = ("model", "mix")
 """Proposers that need a draft model."""
 AcceptName = Literal["coupled", "rejection", "typical"]
@@ -173,15 +173,17 @@ class LoadOptions:
     threads: int | None = None  # None: what the affinity mask and the cgroup allow
     context_tokens: int | None = None  # None: the model's own limit
     kv: KVName = "auto"
-    draft_quant: QuantName | None = None  # None: as its files are
+    quant: QuantName | None = None  # packing of a dense target; None: as its files are
+    draft_quant: QuantName | None = None  # the same for the draft
     max_memory_bytes: int | None = None  # None: what is free
     ngram_store: bool = False  # look in the texts of earlier runs, and keep this run's
     weight_cache_bytes: int = parse_size("weight cache", WEIGHT_CACHE)  # disk for laid-out weights; 0: keep none
 
     def __post_init__(self) -> None:
         check_range("weight cache", self.weight_cache_bytes, 0, math.inf)
-        if self.draft_quant is not None:
-            check_choice("draft quantisation", self.draft_quant, get_args(QuantName))
+        for name, quant in (("quantisation", self.quant), ("draft quantisation", self.draft_quant)):
+            if quant is not None:
+                check_choice(name, quant, get_args(QuantName))
         if self.max_memory_bytes is not None:
             check_range("max memory", self.max_memory_bytes, 1, math.inf)
         if self.threads is not None:

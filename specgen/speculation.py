@@ -16,6 +16,7 @@ from specgen.model.decoder import Decoder
 from specgen.options import NEED_DRAFT, RunOptions
 from specgen.propose.base import Proposer
 from specgen.propose.draw import CHOOSERS
+from specgen.propose.lookahead import LookaheadProposer
 from specgen.propose.mix import MixProposer
 from specgen.propose.model import DraftModel, ModelProposer, Reader
 from specgen.propose.ngram import NgramIndex, NgramProposer
@@ -113,6 +114,8 @@ class Speculation:
             return NoProposer()
         if name == "skip":
             return self._with_reader("skip", self._skip_reader(), options, sampler)
+        if name == "lookahead":
+            return LookaheadProposer()
         lookup = NgramProposer(options.ngram, options.tree, self._earlier_texts(options))
         if name == "ngram":
             return lookup

@@ -6,7 +6,7 @@ Knows: the interface of a proposer. Does not know: what becomes of a draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specgen.draft import Draft
 
@@ -31,4 +31,13 @@ class Proposer(Protocol):
 
     def rollback(self, length: int) -> None:
         """The session rewound to `length` committed tokens."""
+        ...
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A proposer that learns from what the target said of its draft, accepted or not."""
+
+    def checked(self, draft: Draft, logits: Tensor) -> None:
+        """The target's logits (1 + N, V) for the rows of `draft`."""
         ...

@@ -130,12 +130,16 @@ class AutoGamma:
         kind = kind_of(draft.source, draft.match, draft.confidence)
         if level := self._best_level(draft):
             self._probes.take_up(kind)
-            return draft.first(draft.level_sizes[level - 1])
+            return self._cut(draft, level)
         if self._probes.is_due(kind):
             self._probing = True
-            return draft.first(draft.level_sizes[0])
+            return self._cut(draft, 1)
         self.reason = _not_worth(draft.source)
         return None
+
+    @staticmethod
+    def _cut(draft: Draft, levels: int) -> Draft:
+        return draft if draft.indivisible else draft.first(draft.level_sizes[levels - 1])
 
     def _best_level(self, draft: Draft) -> int:
         """Levels of the draft worth checking. The time to propose is spent, so it weighs on every choice alike."""
@@ -143,6 +147,8 @@ class AutoGamma:
         model = draft.source in self._drafting
         spent = self._propose_ms(draft.source, self._asked or 1) if model else self._lookup_ms
         sizes = draft.level_sizes
+        if draft.indivisible:
+            sizes = [len(draft)] * len(sizes)
         return self._fastest(self.survival.survival(kind, len(sizes)), sizes, lambda _: spent)
 
     def _fastest(
