@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test talks to a worker that the user keeps alive."""
+    before = os.environ.get("SPECGEN_RUNTIME")
+    os.environ["SPECGEN_RUNTIME"] = str(tmp_path_factory.mktemp("run"))
+    yield
+    if before is None:
+        del os.environ["SPECGEN_RUNTIME"]
+    else:
+        os.environ["SPECGEN_RUNTIME"] = before
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +30,8 @@ def smollm2_path() -> Path:
     given = os.environ.get("SPECGEN_TEST_SMOLLM2")
     if given:
         return Path(given)
-    from specgen.registry import load_registry, pull
-
     from specgen.errors import SpecgenError
+    from specgen.registry import load_registry, pull
 
     try:
         return pull(load_registry().get("smollm2-135m")).target

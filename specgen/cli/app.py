@@ -12,16 +12,9 @@ import typer
 from typer.core import TyperGroup
 
 import specgen
-from specgen.cli.bench import bench
+from specgen.cli.commands import EXIT_CODES, HELP_OPTIONS, MODELS_COMMANDS, PLACES, Commands
 from specgen.cli.console import ClosedPipeError, Console, guarded
-from specgen.cli.flags import grouped
 from specgen.cli.interrupt import terminate_politely
-from specgen.cli.models import models_app
-from specgen.cli.profile import profile
-from specgen.cli.run import run
-from specgen.cli.tune import tune
-from specgen.cli.verify import verify
-from specgen.cli.worker import list_workers, stop_workers
 from specgen.config import flag_defaults
 
 SUMMARY = """Run a quantised language model on this machine: the same text, sooner, by exact speculative decoding.
@@ -30,15 +23,13 @@ specgen run -p "Why is the sky blue?"
 specgen models list
 """
 
-EXIT_CODES = (
-    "[bold]Exit codes[/bold]: 0 done, 1 failed, 2 usage or prompt, 3 model or weights, 4 memory, 5 context full, "
-    "6 a constrained answer was cut, "
-    "130 interrupted (143 by SIGTERM), 141 the reader of the output went away."
-)
-
 
 class Guarded(TyperGroup):
     """Runs every command inside the one error boundary, for the process and for tests alike."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Commands()
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **extra: Any) -> Any:
         console = Console.of_process()
@@ -61,18 +52,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
-app.command("run", epilog=EXIT_CODES)(grouped(run))
-app.command("tune", epilog=EXIT_CODES)(grouped(tune))
-app.command("bench", epilog=EXIT_CODES)(grouped(bench))
-app.command("profile", epilog=EXIT_CODES)(grouped(profile))
-app.command("verify", epilog=EXIT_CODES)(grouped(verify))
-app.command("ps", epilog=EXIT_CODES)(list_workers)
-app.command("stop", epilog=EXIT_CODES)(stop_workers)
-app.add_typer(models_app, name="models")
-_ONE_MODEL_COMMANDS = ("run", "tune", "bench", "profile", "verify")
-_MODELS_COMMANDS = ("list", "show", "pull", "rm", "path")
 
 
 def _version(wanted: bool) -> None:
@@ -93,8 +74,8 @@ def _global(
     Console.of(context).debug = debug
     chosen = flag_defaults()
     registry_file = {name: value for name, value in chosen.items() if name == "models"}
-    commands = dict.fromkeys(_ONE_MODEL_COMMANDS, chosen)
-    context.default_map = {**commands, "models": dict.fromkeys(_MODELS_COMMANDS, registry_file)}
+    commands = {name: chosen for name, place in PLACES.items() if place.one_model}
+    context.default_map = {**commands, "models": dict.fromkeys(MODELS_COMMANDS, registry_file)}
 
 
 def main() -> None:

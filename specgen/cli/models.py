@@ -26,6 +26,7 @@ _NARROW_COLUMNS = 90  # a terminal below this gets two lines for each model inst
 models_app = typer.Typer(
     help="List the known models, fetch them, look at them, remove them.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
