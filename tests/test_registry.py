@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specgen.errors import ExitCode, ModelError, UsageError
 from specgen.options import SamplingOptions
-from specgen.registry import DEFAULT_MODEL, HubSource, LocalSource, PypiSource, load_registry, resolve_model
+from specgen.registry import DEFAULT_MODEL, HubSource, LocalSource, PypiSource, draft_of, load_registry, resolve_model
 from specgen.registry.entries import shipped_file
 from specgen.registry.sources import SourceSyntaxError, parse_source
 
@@ -220,3 +220,18 @@ def test_an_unknown_model_is_refused_with_the_nearest(ref: str, message: str, hi
 def test_a_malformed_hub_id_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="does not name a repository"):
         resolve_model("hf:nothing", load_registry())
+
+
+def test_the_draft_of_an_entry_is_a_model_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").touch()
+    (tmp_path / "models.toml").write_text(
+        '[pair.target]\nsources = ["big.gguf"]\n[pair.draft]\nsources = ["small.gguf"]\n'
+        '[alone.target]\nsources = ["x.gguf"]\n'
+    )
+    registry = load_registry(tmp_path / "models.toml")
+    pair = resolve_model("pair", registry)
+    draft = draft_of(pair)
+    assert draft is not None
+    assert (draft.name, draft.entry.target) == ("pair (draft)", pair.entry.draft)
+    assert draft_of(draft) is None
+    assert draft_of(resolve_model("alone", registry)) is None
