@@ -84,7 +84,7 @@ def load(
     target_path = pull(ref.entry, progress=progress).target
     draft_path = None if draft is None else pull(draft.entry, progress=progress).target
     began = time.perf_counter()
-    target = _open(ref.name, target_path, None, options.context_tokens)
+    target = _open(ref.name, target_path, options.quant, options.context_tokens)
     small = None
     if draft is not None and draft_path is not None:
         small = _open(draft.name, draft_path, options.draft_quant, None)

@@ -54,13 +54,17 @@ class ModelFlags:
     ctx: Annotated[
         int | None, _model("--ctx", metavar="TOKENS", help="Context length; the model's own by default.")
     ] = None
-    device: Annotated[str, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 …")] = "auto"
+    device: Annotated[str, _model("--device", metavar="NAME", help="auto or cpu.")] = "auto"
     threads: Annotated[
         int | None, _model("--threads", metavar="N", help="CPU threads; by default what the machine allows.")
     ] = None
     kv: Annotated[str, _model("--kv", metavar="|".join(get_args(KVName)), help="Number format of the KV cache.")] = (
         "auto"
     )
+    quant: Annotated[
+        str | None,
+        _model("--quant", metavar="|".join(get_args(QuantName)), help="Quantise a dense model when loading, once."),
+    ] = None
     max_memory: Annotated[
         str | None, _model("--max-memory", metavar="SIZE", help="For everything, e.g. 6GB; by default what is free.")
     ] = None
