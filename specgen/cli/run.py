@@ -28,7 +28,16 @@ from specgen.cli.worker import warm_session
 from specgen.config import ColorName
 from specgen.errors import ExitCode, UsageError
 from specgen.events import Finished, FinishReason, Started
-from specgen.options import NEED_DRAFT, DraftOptions, LoadOptions, RunOptions, SamplingOptions, check_choice, parse_size
+from specgen.options import (
+    NEED_DRAFT,
+    DraftOptions,
+    LoadOptions,
+    RunOptions,
+    SamplingOptions,
+    WorkerOptions,
+    check_choice,
+    parse_size,
+)
 
 if TYPE_CHECKING:
     from specgen.prompt import Prompt
@@ -63,7 +72,7 @@ def run(
         raise UsageError("prompt and schema cannot both be standard input", hint="put one of them into a file")
     shape = Shape.of(constraint, think, console.stdin)
     options = shape.applied(run_options(decoding, SamplingOptions()))
-    load = load_options(model)
+    load, keep = load_options(model), WorkerOptions(worker.keep_alive)
     destination = OutFile(output.output) if output.output not in (None, "-") else None
     if destination is None:
         console.answer()
@@ -74,7 +83,7 @@ def run(
     options = shape.applied(run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen})))
     draft = find_draft(model, ref)
     check_draft(options, draft)
-    warm = warm_session(console, ref, draft, load, worker.keep_alive)
+    warm = warm_session(console, ref, draft, load, keep)
     session = warm or load_session(console, ref, load, draft)
     ids = session.prompt_ids(text, system=system, raw=prompt.raw, think=shape.think)
     return _answer(console, session, ids, options, _Delivery(output, destination))
@@ -108,14 +117,14 @@ def _answer(
     view = choose_view(console, whole=delivery.whole)
     cancel = Cancel()
     keyboard = descriptor(console.stdin) if isinstance(view, LiveView) else None
-    with unechoed(keyboard) as restore, interrupts(cancel.set, lambda: _tidy(restore, view)) as caught:
+    with unechoed(keyboard) as restore, interrupts(cancel.set, lambda: tidy(restore, view)) as caught:
         try:
-            started, finished = _watch(console, view, session.generate(prompt, options, cancel))
+            started, finished = watch(console.note, view, session.generate(prompt, options, cancel))
         finally:
             view.close()
         outcome = Outcome(started, finished, options, session.report())
         delivery.deliver(console, outcome)
-        _tell(console, view, outcome, stats=delivery.flags.stats)
+        tell(console, view, outcome, stats=delivery.flags.stats)
     if finished.reason is FinishReason.CANCELLED:
         return exit_code(caught.received[0]) if caught.received else int(ExitCode.INTERRUPTED)
     return int(ending_code(finished))
@@ -128,13 +137,14 @@ def ending_code(finished: Finished) -> ExitCode:
     return ExitCode.OK if finished.complete else ExitCode.INCOMPLETE
 
 
-def _tidy(restore_keyboard: Callable[[], None], view: View) -> None:
+def tidy(restore_keyboard: Callable[[], None], view: View) -> None:
+    """Leave the terminal as it was, in the middle of an answer."""
     restore_keyboard()
     view.close()
 
 
-def _watch(console: Console, view: View, events: Iterator[Any]) -> tuple[Started, Finished]:
-    """Show every event; the iterator is closed on the way out, so that a failing view stops the engine."""
+def watch(note: Callable[[str], None], view: View, events: Iterator[Any]) -> tuple[Started, Finished]:
+    """Show every event, and tell of notices. The iterator is closed on the way out: a failing view stops the engine."""
     started: Started | None = None
     finished: Finished | None = None
     with closing(cast("Any", events)):
@@ -142,7 +152,7 @@ def _watch(console: Console, view: View, events: Iterator[Any]) -> tuple[Started
             if isinstance(event, Started):
                 started = event
                 for notice in event.notices:
-                    console.note(notice)
+                    note(notice)
             view.show(event)
             if isinstance(event, Finished):
                 finished = event
@@ -151,7 +161,7 @@ def _watch(console: Console, view: View, events: Iterator[Any]) -> tuple[Started
     return started, finished
 
 
-def _tell(console: Console, view: View, outcome: Outcome, *, stats: bool) -> None:
+def tell(console: Console, view: View, outcome: Outcome, *, stats: bool) -> None:
     """What is said after the answer: a cut context always, a summary on a terminal, tables when asked for."""
     if outcome.finished.reason is FinishReason.CONTEXT:
         console.warn(f"the context is full: the answer ends at {outcome.started.context_tokens} tokens")

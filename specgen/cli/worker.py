@@ -26,13 +26,13 @@ QUICK_S = 0.1
 
 
 def warm_session(
-    console: Console, ref: ModelRef, draft: ModelRef | None, options: LoadOptions, keep_alive_minutes: float | None
+    console: Console, ref: ModelRef, draft: ModelRef | None, options: LoadOptions, worker: WorkerOptions
 ) -> RemoteSession | None:
-    """The model in a worker, which is started when `keep_alive_minutes` says for how long; None: do without.
+    """The model in a worker, which is started when `worker` says for how long; None: do without.
 
     ModelError and its like when the worker cannot load it either.
     """
-    wanted = WorkerOptions(keep_alive_minutes).keep_alive_minutes
+    wanted = worker.keep_alive_minutes
     if wanted == 0 or not _possible(console, wanted):
         return None
     from specgen.registry import pull

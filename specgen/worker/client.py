@@ -220,14 +220,14 @@ class RemoteSession:
     def _events(self, cancel: Cancel) -> Iterator[Event]:
         told = False
         while True:
+            if cancel.is_set() and not told:
+                self._channel.send(Cancelled())
+                told = True
             event = self._channel.receive(CANCEL_POLL_S)
             if event is not None:
                 yield event
                 if isinstance(event, Finished):
                     return
-            elif cancel.is_set() and not told:
-                self._channel.send(Cancelled())
-                told = True
 
     def report(self) -> dict[str, Any]:
         """See `Session.report`; as it was after the last answer."""

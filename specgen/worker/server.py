@@ -171,6 +171,8 @@ class Door:
                 await self._talk(reader, writer)
         except (SpecgenError, OSError, ProtocolError, asyncio.IncompleteReadError, TimeoutError):
             pass  # a stranger, a client that left, or one that speaks nonsense: it is let go
+        except asyncio.CancelledError:
+            pass  # the worker ends
         finally:
             self._clients.discard(task)
             writer.close()
