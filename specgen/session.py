@@ -134,11 +134,11 @@ class _Opened:
 
 def _open(name: str, path: Path, quant: str | None, context_tokens: int | None) -> _Opened:
     checkpoint, weights_bytes = open_checkpoint(path), _file_bytes(path)
+    tokenizer = load_tokenizer(checkpoint, cache_dir() / "tokenizers")
     if quant is not None:
         checkpoint = quantised_checkpoint(checkpoint, quant, cache_dir() / "quantised")
         weights_bytes = sum(checkpoint.tensor(tensor).nbytes for tensor in checkpoint.names())
     spec = spec_from_config(checkpoint.config, context_tokens)
-    tokenizer = load_tokenizer(checkpoint, cache_dir() / "tokenizers")
     return _Opened(name, checkpoint, spec, tokenizer, weights_bytes)
 
 
