@@ -238,6 +238,7 @@ def load_options(flags: ModelFlags) -> LoadOptions:
         threads=flags.threads,
         context_tokens=flags.ctx,
         kv=cast("Any", flags.kv),
+        quant=cast("Any", flags.quant),
         draft_quant=cast("Any", flags.draft_quant),
         max_memory_bytes=None if flags.max_memory is None else parse_size("--max-memory", flags.max_memory),
         ngram_store=flags.ngram_store,
