@@ -25,7 +25,7 @@ from specgen.propose.skip import Agreement, SharedPrefix, draft_share, sublayers
 from specgen.propose.store import NgramStore
 from specgen.sampling import Sampler
 from specgen.step import EagerRunner
-from specgen.tune.controller import AutoGamma, FixedGamma
+from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
 from specgen.tune.cost import CostTable
 from specgen.tune.skip_search import SkipChoice, SkipSearch
 from specgen.tune.skip_store import SkipStore
@@ -33,6 +33,8 @@ from specgen.tune.skip_store import SkipStore
 SKIP_SEARCH_S = 5.0
 """What the search for a skip set may take, once per model."""
 LEAST_EVALUATIONS = 8
+READ_SHARE = 0.25
+"""What reading a token takes a model beside drafting one: many are read in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,11 @@ class Speculation:
             return FixedGamma(options.gamma, options.tree)
         policy = self._policies.get(options.tree)
         if policy is None:
-            shares = {} if self.draft is None else {"model": self.draft.share}
+            shares: dict[str, DraftCost] = {}
+            if self.draft is not None:
+                shares["model"] = DraftCost(self.draft.share, READ_SHARE * self.draft.share)
             if self._skip is not None:
-                shares["skip"] = draft_share(self.model, self._skip.skipped)
+                shares["skip"] = DraftCost(draft_share(self.model, self._skip.skipped))
             policy = self._policies[options.tree] = AutoGamma(self.costs, width=options.tree, drafting=shares)
         policy.new_text(prompt_tokens)
         return policy

@@ -9,7 +9,7 @@ import pytest
 
 from specgen.draft import Draft
 from specgen.records import CycleRecord
-from specgen.tune.controller import AutoGamma, FixedGamma
+from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
 from specgen.tune.cost import CostTable
 from specgen.tune.probes import FIRST
 from specgen.tune.survival import SurvivalEstimate, all_of, kind_of
@@ -229,8 +229,8 @@ def comb(levels: int, width: int, confidence: float | None = None) -> Draft:
     return Draft(tokens, tuple(parents), (None,) * len(parents), "model", confidence=confidence)
 
 
-def model_policy(share: float = 0.1, width: int = 1) -> AutoGamma:
-    return AutoGamma(width=width, drafting={"model": share})
+def model_policy(share: float = 0.1, width: int = 1, read: float = 0.0) -> AutoGamma:
+    return AutoGamma(width=width, drafting={"model": DraftCost(share, read)})
 
 
 def test_a_cheap_good_draft_goes_deep_and_a_dear_one_shallow() -> None:
@@ -267,10 +267,21 @@ def test_probes_without_a_budget_would_cost_more() -> None:
     """The mutant of the bound above: probes by count alone."""
     bench = Bench(model_policy(0.3), 9.0, read_ms=2.0)
     bench.policy._probes.spent = lambda ms, lost_ms: None  # type: ignore[method-assign]
-    bench.policy._read_ms = {"model": 0.0}
     bench.policy._observe_proposing = lambda source, ms: None  # type: ignore[method-assign]
     bench.cycles(1500, 0.02)
     assert bench.against_plain < 0.95
+
+
+def test_a_draft_that_cannot_pay_does_not_even_read_the_prompt() -> None:
+    """As dear as the target: a probe would first read 400 tokens, which no answer pays back. One that never has to
+    catch up (the mutant of this estimate) is tried."""
+    for read, tried in ((0.2, False), (0.0, True)):
+        policy = model_policy(0.9, read=read)
+        policy.new_text(400)
+        bench = Bench(policy, 9.0, read_ms=10.3 * read)
+        bench.unread = 400
+        assert any(bench.cycles(200, 0.5)) == tried
+        assert bench.against_plain > 0.97
 
 
 def test_a_change_of_text_is_followed_by_a_model() -> None:

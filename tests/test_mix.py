@@ -16,7 +16,7 @@ from specgen.propose.draw import SharedNoise
 from specgen.propose.mix import LONG_MATCH, MixProposer
 from specgen.propose.model import ModelProposer
 from specgen.propose.ngram import NgramProposer
-from specgen.tune.controller import AutoGamma, FixedGamma
+from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
 
 
 @pytest.mark.parametrize("options", [GREEDY, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
@@ -24,7 +24,7 @@ from specgen.tune.controller import AutoGamma, FixedGamma
 @pytest.mark.parametrize("width", [1, 2])
 def test_same_seed_same_tokens(options: SamplingOptions, gamma: int | None, width: int) -> None:
     engine, answer = make(liar(random.Random(1)), options=options)
-    policy = AutoGamma(width=width, drafting={"model": 0.1}) if gamma is None else FixedGamma(gamma, width)
+    policy = AutoGamma(width=width, drafting={"model": DraftCost(0.1)}) if gamma is None else FixedGamma(gamma, width)
     chooser = SharedNoise(answer.sampler)
     model = ModelProposer("model", draft_model(near(TARGET)), answer.sampler, chooser, DraftOptions(), width)
     answer.policy, answer.proposer = policy, MixProposer(NgramProposer(width=width), model, policy)
@@ -56,7 +56,7 @@ def test_a_long_match_is_preferred(match: int, source: str) -> None:
 
 
 def test_a_lookup_that_does_not_pay_gives_way() -> None:
-    policy = AutoGamma(drafting={"model": 0.1})
+    policy = AutoGamma(drafting={"model": DraftCost(0.1)})
     policy.worth = lambda draft: False  # type: ignore[method-assign]
     policy._since_plain = 0
     draft = MixProposer(chain("ngram", 9), chain("model"), policy).propose(PROMPT, 8)
@@ -77,7 +77,7 @@ def test_what_the_lookup_had_is_better_than_nothing() -> None:
 
 
 def test_a_model_that_had_nothing_is_not_judged_by_what_the_lookup_did() -> None:
-    policy = AutoGamma(drafting={"model": 0.1})
+    policy = AutoGamma(drafting={"model": DraftCost(0.1)})
     engine, answer = make(NgramProposer(), options=WARM, max_tokens=30)
     answer.policy, answer.proposer = policy, MixProposer(chain("ngram", 2), nothing("model: full"), policy)
     run(engine, answer)

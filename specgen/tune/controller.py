@@ -9,6 +9,7 @@ model pays for every level: how deep it may go is decided before it begins, by h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from specgen.draft import Draft
 from specgen.options import MAX_GAMMA
@@ -27,6 +28,14 @@ PLAIN_EVERY = 128
 """t(1) is measured at least once in so many cycles: without it nothing can be compared."""
 DECAY = 0.1
 """Weight of the latest measurement in a mean time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What a model that drafts is thought to cost until it has been measured, as shares of t(1)."""
+
+    level: float  # one level of a draft
+    read: float = 0.0  # one token that it missed; 0: it never has to catch up
 
 
 class FixedGamma:
@@ -53,8 +62,7 @@ class FixedGamma:
 class AutoGamma:
     """`--gamma auto`: the γ with the highest expected tokens per millisecond.
 
-    `drafting` names the proposers that pay for every level, with what a level costs as a share of t(1) until it has
-    been measured. Estimates outlive an answer: `new_text` tells of the next one.
+    `drafting` names the proposers that pay for every level. Estimates outlive an answer: `new_text` tells of the next.
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class AutoGamma:
         costs: CostTable | None = None,
         most: int = MAX_GAMMA,  # levels
         width: int = 1,  # nodes on a level, at most
-        drafting: Mapping[str, float] | None = None,
+        drafting: Mapping[str, DraftCost] | None = None,
     ) -> None:
         self.costs = costs or CostTable()
         self.survival = SurvivalEstimate()
@@ -79,7 +87,7 @@ class AutoGamma:
         self._drafted = False  # whether the model that was asked had a draft
         self._unread = dict.fromkeys(self._drafting, 0)  # tokens that a model has not read, since it last drafted
         self._following: set[str] = set()  # models that drafted in the last cycle
-        self._read_ms = dict.fromkeys(self._drafting, 0.0)  # decayed mean time of reading one of them
+        self._read_ms: dict[str, float] = {}  # decayed mean time of reading one of them
         self._since_plain = 0 if 1 in self.costs.known else PLAIN_EVERY
 
     def new_text(self, prompt_tokens: int = 0) -> None:
@@ -99,7 +107,7 @@ class AutoGamma:
         levels = self.best_depth(source)
         if levels:
             self._probes.take_up(kind)
-        elif self._probes.is_due(kind, self._unread[source] * self._read_ms[source]):
+        elif self._probes.is_due(kind, self._unread[source] * self._reading_ms(source)):
             levels, self._probing = PROBE_LEVELS, True
         else:
             self.reason = _not_worth(source)
@@ -173,7 +181,12 @@ class AutoGamma:
         if levels == 0:
             return 0.0
         table = self._propose[source]
-        return self._drafting[source] * levels * self.costs.step_ms(1) if table.is_empty else table.step_ms(levels)
+        guess = self._drafting[source].level * levels * self.costs.step_ms(1)
+        return guess if table.is_empty else table.step_ms(levels)
+
+    def _reading_ms(self, source: str) -> float:
+        """Of one token that a model missed."""
+        return self._read_ms.get(source, self._drafting[source].read * self.costs.step_ms(1))
 
     def observe(self, record: CycleRecord) -> None:
         self.costs.observe(1 + record.proposed, record.verify_ms + record.reconcile_ms)
@@ -205,13 +218,13 @@ class AutoGamma:
 
     def _observe_proposing(self, source: str, ms: float) -> None:
         """A model took `ms` for a draft; when it missed cycles before, a part of that for reading them."""
-        table = self._propose[source]
-        if source in self._following or table.is_empty:
+        table, unread = self._propose[source], self._unread[source]
+        if source in self._following or (table.is_empty and unread <= self.most):
             table.observe(self._asked, ms)
             return
-        reading = max(0.0, ms - self._propose_ms(source, self._asked)) / self._unread[source]
-        old = self._read_ms[source]
-        self._read_ms[source] = reading if old == 0.0 else old + DECAY * (reading - old)
+        reading = max(0.0, ms - self._propose_ms(source, self._asked)) / unread
+        old = self._read_ms.get(source, reading)
+        self._read_ms[source] = old + DECAY * (reading - old)
 
     def _observe_model(self, record: CycleRecord) -> None:
         """What came of asking a model. A draft that ended early of its own accord brought nothing behind its end."""
