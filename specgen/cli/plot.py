@@ -66,10 +66,11 @@ def _survival(axis: Any, profile: Profile) -> None:
     for kind, shares in profile.survival.items():
         if shares:
             axis.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=kind)
+    if axis.lines:
+        axis.legend(fontsize="small")
     axis.set(title="Survival of n-gram drafts", xlabel="position k in the draft", ylabel="share accepted up to k")
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
 
 
 def _speeds(axis: Any, points: Sequence[Point]) -> None:
@@ -89,8 +90,8 @@ def _speeds(axis: Any, points: Sequence[Point]) -> None:
         _measured(axis, [p for p in line if p.measured is not None], name)
     for point in points:
         if point.setting.gamma is None and point.measured is not None:
-            axis.axhline(point.measured.middle, color="black", linewidth=0.8)
-            axis.annotate(f"{point.setting.label}, measured", (0, point.measured.middle), va="bottom", fontsize="small")
+            name = f"{point.setting.label}, measured"
+            axis.axhline(point.measured.middle, color="black", linewidth=0.8, linestyle="-.", label=name)
     axis.axhline(1.0, color="grey", linewidth=0.8)
     axis.set(title="Speed over plain decoding, all kinds", xlabel="γ", ylabel="times plain")
     axis.grid(alpha=0.3)

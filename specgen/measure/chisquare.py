@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import log
 from statistics import NormalDist
 
 FALSE_ALARM = 1e-5
@@ -17,7 +18,11 @@ FEWEST_EXPECTED = 5.0
 
 
 def critical_value(freedom: int, false_alarm: float = FALSE_ALARM) -> float:
-    """The chi-square that is exceeded with probability `false_alarm`."""
+    """The chi-square that is exceeded with probability `false_alarm`; exact for 1 and 2 degrees of freedom."""
+    if freedom == 1:
+        return NormalDist().inv_cdf(1.0 - false_alarm / 2.0) ** 2
+    if freedom == 2:
+        return -2.0 * log(false_alarm)
     z = NormalDist().inv_cdf(1.0 - false_alarm)
     spread = 2.0 / (9.0 * freedom)
     return float(freedom * (1.0 - spread + z * spread**0.5) ** 3)

@@ -1,0 +1,258 @@
+"""Bench, tune and profile on a tiny model: figures that must agree with the records, choices that must follow them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_session import CONTEXT, COPY, tiny_cases, tiny_file, tiny_loads, tiny_session
+
+from specgen.errors import ContextFullError, UsageError
+from specgen.measure import tuner as tuner_module
+from specgen.measure.bench import Bench
+from specgen.measure.calibrate import calibrate, contexts_for, cycle_overheads, medians
+from specgen.measure.profile import Profiler, Sweep
+from specgen.measure.runs import make_cases, run_case, trace_of
+from specgen.measure.timer import Spread
+from specgen.measure.tuner import TuneOptions, Tuner, plans_of
+from specgen.measure.tunestate import TuneState
+from specgen.measure.workloads import Workload
+from specgen.options import RunOptions, SamplingOptions
+from specgen.records import RunRecord
+from specgen.session import Session
+from specgen.tune.controller import FixedGamma
+from specgen.tune.plan import PlanBook, PlanStore
+from specgen.tune.predict import Costs
+from specgen.tune.replay import replay
+from specgen.tune.search import lookup_proposer
+from specgen.tune.setting import PLAIN, Setting
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("model")
+        patch.setenv("SPECGEN_DATA", str(folder / "data"))
+        yield tiny_session(tiny_file(folder))
+
+
+@pytest.fixture
+def session(loaded: Session) -> Iterator[Session]:
+    loaded.use_plans(PlanBook())
+    yield loaded
+    loaded.use_plans(PlanBook())
+
+
+def test_cases_are_greedy_and_own(session: Session) -> None:
+    cases, left_out = make_cases(session, tiny_loads(), "both", 16)
+    assert [(case.kind, case.temperature) for case in cases] == [
+        ("copy", "greedy"), ("copy", "sampled"), ("free", "greedy"), ("free", "sampled"),
+    ]  # fmt: skip
+    assert {case.options.max_tokens for case in cases} == {16}
+    assert left_out == []
+    assert [case.temperature for case in make_cases(session, tiny_loads(), "own")[0]] == ["sampled"] * 2
+
+
+def test_prompts_that_do_not_fit_are_named(session: Session) -> None:
+    long = Workload("long", "one", "x " * CONTEXT, SamplingOptions())
+    cases, left_out = make_cases(session, [long, *tiny_loads()], "greedy")
+    assert left_out == ["long/one"]
+    assert len(cases) == 2
+    with pytest.raises(ContextFullError):
+        make_cases(session, [long], "greedy")
+
+
+@pytest.mark.parametrize("setting", [Setting("ngram", 1), Setting("ngram", 4, 3, 1), Setting("ngram", 8), PLAIN])
+def test_replay_of_a_plain_run_counts_what_the_session_counts(session: Session, setting: Setting) -> None:
+    costs = Costs({0: {1: 1.0}})
+    for case in tiny_cases(session):
+        trace = trace_of(run_case(session, case, PLAIN), session)
+        measured = run_case(session, case, setting).finished.record
+        assert setting.gamma is not None
+        predicted = replay(trace, lookup_proposer(setting, trace), FixedGamma(setting.gamma), costs)
+        counts = [[(c.proposed, c.accepted, c.committed, c.ending) for c in r.cycles] for r in (predicted, measured)]
+        assert counts[0] == counts[1]
+        assert predicted.yield_tokens == measured.yield_tokens
+
+
+def test_runs_do_not_learn_from_each_other(session: Session) -> None:
+    case = tiny_cases(session)[0]
+    first, second = (run_case(session, case, Setting("ngram", 4)).finished.record for _ in range(2))
+    assert [c.proposed for c in first.cycles] == [c.proposed for c in second.cycles]
+    assert second.reused_tokens == 0
+    assert run_case(session, case, PLAIN, fresh=False).finished.record.reused_tokens > 0
+
+
+def test_bench_agrees_with_its_own_records(session: Session) -> None:
+    cases = tiny_cases(session)
+    result = Bench(session, cases, Setting("ngram", 4, 3, 1), rounds=2).run()
+    assert (result.pairs, result.same_text, result.different) == (8, 8, [])
+    assert {(row.temperature, row.kind) for row in result.rows} == {(c.temperature, c.kind) for c in cases}
+    assert [row.temperature for row in result.overall] == ["greedy", "sampled"]
+    for row in (*result.rows, *result.overall):
+        for figures in (row.plain, row.chosen):
+            assert figures.passes_per_token == pytest.approx(1 / figures.yield_tokens)
+            drafted = sum(length * count for length, count in figures.accepted_lengths.items())
+            assert drafted < figures.tokens
+            assert figures.joules_per_token is None or figures.joules_per_token > 0
+            assert figures.kv_bytes == figures.kv_tokens * session.engine.cache.slot_bytes
+        assert row.plain.tokens == row.chosen.tokens
+        assert row.plain.yield_tokens == 1.0
+        assert row.plain.accepted_lengths == {}
+    copying = next(row for row in result.rows if row.kind == "copy" and row.temperature == "greedy")
+    assert copying.chosen.drafted_per_token > 0
+    assert result.read_gbps > 0
+
+
+def test_bench_notices_another_text(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specgen import accept
+
+    class Careless(accept.Coupled):
+        def __call__(self, draft, logits, position, sampler):
+            verdict = super().__call__(draft, logits, position, sampler)
+            return replace(verdict, next_token=0) if draft is not None else verdict
+
+    monkeypatch.setitem(accept.RULES, "coupled", Careless)
+    result = Bench(session, tiny_cases(session), Setting("ngram", 4, 3, 1), rounds=1).run()
+    assert result.different
+    assert result.same_text < result.pairs
+
+
+def test_calibration_leaves_an_empty_cache(session: Session) -> None:
+    times = calibrate(session, contexts_for(CONTEXT), repeats=3, rows=(1, 2, 5))
+    assert list(times) == [128]
+    assert {rows: len(values) for rows, values in times[128].items()} == {1: 3, 2: 3, 5: 3}
+    assert all(ms > 0 for ms in medians(times)[128].values())
+    assert (session.engine.cache.length, session.engine.committed) == (0, [])
+
+
+def test_contexts_for_a_small_cache() -> None:
+    assert contexts_for(8192) == [128, 1024, 4096]
+    assert contexts_for(200) == [128]
+    assert contexts_for(40) == [23]
+    assert contexts_for(8) == [1]
+
+
+def test_overheads_come_from_plain_cycles(session: Session) -> None:
+    record = run_case(session, tiny_cases(session)[0], PLAIN).finished.record
+    token_ms, cycle_ms = cycle_overheads([record])
+    assert 0 < token_ms < 50
+    assert 0 <= cycle_ms < 50
+    assert cycle_overheads([RunRecord()]) == (0.0, 0.0)
+
+
+def tune(session: Session, state: TuneState | None = None, **options) -> tuple[Tuner, object]:
+    tuner = Tuner(session, tiny_loads(), TuneOptions(**{"budget_s": 2.0, **options}), state or TuneState())
+    return tuner, tuner.run()
+
+
+def test_tune_chooses_only_what_it_measured(session: Session) -> None:
+    _, result = tune(session)
+    assert [one.temperature for one in result.tuned] == ["greedy", "sampled"]
+    for one in result.tuned:
+        assert one.choice.setting in (PLAIN, *(c.setting for c in one.confirmed))
+        assert one.choice.setting.is_plain or one.choice.speedup.low > 1.0
+        assert {kind for c in one.confirmed for kind in c.ratios} <= {"copy", "free"}
+    plans = plans_of(result, session)
+    assert [plan.scope for plan in plans] == [session.scope] * 2
+    assert {plan.costs.steps.keys() == result.costs.steps.keys() for plan in plans} == {True}
+
+
+def test_a_stored_plan_is_used_and_told(session: Session, tmp_path: Path) -> None:
+    _, result = tune(session)
+    store = PlanStore(tmp_path)
+    for plan in plans_of(result, session):
+        store.save(replace(plan, setting=Setting("ngram", 3, 3, 1), speedup=(1.1, 1.2, 1.3)))
+    session.use_plans(store.book(session.scope))
+    prompt = session.prompt_ids(COPY)
+    events = list(session.generate(prompt, RunOptions(max_tokens=8)))
+    assert (events[0].proposer, events[0].gamma) == ("ngram", "3")
+    assert any("1.20x" in notice for notice in events[0].notices)
+    chosen_by_user = list(session.generate(prompt, RunOptions(max_tokens=8, gamma=2)))
+    assert chosen_by_user[0].gamma == "2"
+    assert not any("tuned" in notice for notice in chosen_by_user[0].notices)
+    plain = list(session.generate(prompt, PLAIN.options(RunOptions(max_tokens=8))))
+    assert plain[-1].token_ids == events[-1].token_ids
+
+
+def test_a_stale_plan_is_ignored_with_a_notice(session: Session, tmp_path: Path) -> None:
+    _, result = tune(session)
+    store = PlanStore(tmp_path)
+    for plan in plans_of(result, session):
+        store.save(replace(plan, scope=replace(plan.scope, device="another machine")))
+    session.use_plans(store.book(session.scope))
+    events = list(session.generate(session.prompt_ids(COPY), RunOptions(max_tokens=2)))
+    assert any("another machine" in notice for notice in events[0].notices)
+
+
+def test_a_budget_too_small_is_told_with_one_that_is_not(session: Session) -> None:
+    with pytest.raises(UsageError) as failure:
+        tune(session, budget_s=1e-4)
+    assert "too small" in failure.value.message
+    assert "--budget" in (failure.value.hint or "")
+
+
+def test_an_interrupted_search_goes_on(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    original = run_case
+
+    def counting(session, case, setting, **more):
+        ran.append(f"{case.id} {setting.label}")
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return original(session, case, setting, **more)
+
+    monkeypatch.setattr(tuner_module, "run_case", counting)
+    with pytest.raises(KeyboardInterrupt):
+        tune(session, TuneState.load("key", tmp_path))
+    state = TuneState.load("key", tmp_path)
+    assert state.steps
+    assert len(state.recorded) == 2
+    monkeypatch.setattr(tuner_module, "calibrate", None)  # it must not be done again
+    _, result = tune(session, state)
+    assert result.resumed
+    assert set(ran[:2]).isdisjoint(itertools.islice(ran, 3, 5)), "recorded answers are not made again"
+    state.done()
+    assert not TuneState.load("key", tmp_path).steps
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"schema": 1, "key": "x"}', b"\xff"])
+def test_a_damaged_state_is_as_good_as_none(tmp_path: Path, data: bytes) -> None:
+    state = TuneState.load("key", tmp_path)
+    assert state.path is not None
+    state.path.write_bytes(data)
+    assert TuneState.load("key", tmp_path).steps == {}
+
+
+def test_a_state_comes_back_as_it_was(session: Session, tmp_path: Path) -> None:
+    state = TuneState.load("key", tmp_path)
+    tune(session, state)
+    again = TuneState.load("key", tmp_path)
+    assert (again.steps, again.recorded, again.pairs) == (state.steps, state.recorded, state.pairs)
+    assert TuneState.load("other", tmp_path).steps == {}
+
+
+def test_noise_keeps_plain(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which the same run takes wildly different times."""
+    factors = itertools.cycle([0.2, 3.0, 0.5, 1.7, 0.3])
+    monkeypatch.setattr(tuner_module, "_figures", lambda record: (next(factors), next(factors)))
+    _, result = tune(session, sampling="greedy")
+    assert result.tuned[0].choice.setting == PLAIN
+
+
+def test_profile_sweeps_predicted_and_measured(session: Session) -> None:
+    known = [PLAIN, Setting("ngram", 2), Setting("ngram", 2, tree=2), Setting("ngram", None)]
+    sweep = Sweep([64, 128], known, known[:2], repeats=2)
+    found = Profiler(session, tiny_cases(session), sweep).run()
+    assert list(found.steps) == [64, 128]
+    assert isinstance(found.steps[64][1], Spread)
+    assert [point.setting for point in found.points] == known
+    assert [point.measured is not None for point in found.points] == [True, True, False, False]
+    assert found.points[0].predicted_speedup == pytest.approx(1.0)
+    assert found.points[0].error == pytest.approx(0.0)
+    assert set(found.survival) == {"copy", "free"}
+    assert all(a >= b for a, b in itertools.pairwise(found.survival["copy"]) if a > 0.999)
+    assert all(parts.total_ms > 0 for parts in found.cycles)
