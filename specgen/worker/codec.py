@@ -33,7 +33,7 @@ def decode(hint: Any, value: Any) -> Any:
     """`value` (of `json.loads`) as a `hint`. CodecError when it is none."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return _one_of(arguments, value)
+        return _one_of(hint, value)
     if origin is Literal:
         return _checked(value in arguments and isinstance(value, str), hint, value)
     if origin in (tuple, list):
@@ -55,13 +55,13 @@ def _checked(good: bool, hint: Any, value: Any) -> Any:
     return value
 
 
-def _one_of(hints: tuple[Any, ...], value: Any) -> Any:
-    for hint in hints:
+def _one_of(hint: Any, value: Any) -> Any:
+    for option in get_args(hint):
         try:
-            return decode(hint, value)
-        except CodecError as error:
-            last = error
-    raise last
+            return decode(option, value)
+        except CodecError:
+            continue
+    return _checked(False, hint, value)
 
 
 def _sequence(hint: Any, value: Any) -> Any:
