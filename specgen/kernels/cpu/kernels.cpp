@@ -3,8 +3,9 @@
 // Roofline, for the design (default model, 2 Zen 3 cores at 3.2 GHz, AVX2, 39 GB/s read by both, so 6 bytes a cycle by
 // one): 8 outputs × 32 inputs of int4 are 128 bytes of nibbles + 32 of scales and mins, 27 cycles of memory. Unpacking
 // takes 12 µops; each row then takes 8 broadcasts, 8 vpmaddubsw, 8 vpaddw, 1 vpmaddwd, 1 convert, 1 vmulps, 2 vfmadd.
-// That is 5 cycles by the ports, but the best that a hand-scheduled loop of these instructions reached is 8.6, and the
-// compiled kernel 10. So one row (16 cycles) hides behind memory, two nearly (26), five (51) cost 1.8 × and eight 2.7 ×.
+// That is 5 cycles by the ports (two broadcasts and two multiplies a cycle, measured), but the best that a hand-scheduled
+// loop of these instructions reached is 7.6, and the compiled kernel 9; 10 where the adds of a row make one long chain. So
+// one row (17 cycles) hides behind memory, two too (25), five (48) cost 1.8 × and eight (72) 2.7 ×.
 // With vpdpbusd (VNNI) a row takes 8 dots + 5 µops and no widening. Hence: unpack a tile once, then go through the rows,
 // all dots before all float adds; accumulate 32 inputs in int16 (AVX2) or int32 (VNNI); leave the order of the float adds
 // to the blocks alone, so that a row's bits are the same alone, among others, in prefill, and on any number of threads.

@@ -261,9 +261,8 @@ SG_INLINE void add_block(VF* acc, const Bytes (&w)[STEPS], VF scale, VF low, con
     const int32_t* q_sum = x.q_sum + 2 * at + part;
     VI dots[ROWS];
     for (int r = 0; r < ROWS; r++) {
-        Dot dot;
-        for (int i = 0; i < STEPS; i++) dot.add(w[i], q + r * BLOCK + 4 * i);
-        dots[r] = dot.sum(HALF ? q_sum[2 * r] : q_sum[2 * r] + q_sum[2 * r + 1]);
+        const int32_t sum = HALF ? q_sum[2 * r] : q_sum[2 * r] + q_sum[2 * r + 1];
+        dots[r] = Dot::of(w, q + r * BLOCK, sum);
     }
     for (int r = 0; r < ROWS; r++) {
         const float x_scale = x.scale[at + r];

@@ -262,7 +262,8 @@ SG_INLINE VF vlog(VF x) {
 // ---- dot products of 4 bytes in each of L lanes ----
 //
 // Dot4: weights 0…15 (unsigned) · x (-127…127). Dot8: weights -128…127 · x. Both sum exactly: the result does not
-// depend on the path. `add` takes the L · 4 weight bytes and the address of 4 activations that every lane shares.
+// depend on the path. `of` takes STEPS vectors of L · 4 weight bytes and the 4 · STEPS activations that every lane shares
+// (STEPS · 4 ≤ 32), with their sum.
 
 #if SG_PATH == SG_AVX512_VNNI
 typedef __m512i Bytes;
@@ -295,47 +296,67 @@ SG_INLINE Bytes dot_bytes(Bytes acc, Bytes u8, Bytes s8) {
 }
 
 struct Dot4 {
-    typedef Bytes Weight;
-    Bytes acc = bits<Bytes>(VI{});
-    SG_INLINE Weight prepare(Bytes w) { return w; }
-    __attribute__((always_inline)) void add(Weight w, const int8_t* x) { acc = dot_bytes(acc, w, splat4(x)); }
-    __attribute__((always_inline)) VI sum(int32_t) const { return bits<VI>(acc); }
+    SG_INLINE Bytes prepare(Bytes w) { return w; }
+    template <int STEPS>
+    SG_INLINE VI of(const Bytes (&w)[STEPS], const int8_t* x, int32_t) {
+        Bytes acc = bits<Bytes>(VI{});
+        for (int i = 0; i < STEPS; i++) acc = dot_bytes(acc, w[i], splat4(x + 4 * i));
+        return bits<VI>(acc);
+    }
 };
 
 // dpbusd wants unsigned weights: w + 128, and 128 · Σx is taken off at the end.
 struct Dot8 {
-    typedef Bytes Weight;
-    Bytes acc = bits<Bytes>(VI{});
-    SG_INLINE Weight prepare(Bytes w) { return bits<Bytes>(bits<VU>(w) ^ 0x80808080u); }
-    __attribute__((always_inline)) void add(Weight w, const int8_t* x) { acc = dot_bytes(acc, w, splat4(x)); }
-    __attribute__((always_inline)) VI sum(int32_t x_sum) const { return bits<VI>(acc) - 128 * x_sum; }
+    SG_INLINE Bytes prepare(Bytes w) { return bits<Bytes>(bits<VU>(w) ^ 0x80808080u); }
+    template <int STEPS>
+    SG_INLINE VI of(const Bytes (&w)[STEPS], const int8_t* x, int32_t x_sum) {
+        return Dot4::of(w, x, x_sum) - 128 * x_sum;
+    }
 };
 
 #elif SG_PATH == SG_AVX2
 
+// x, as something whose making the compiler knows nothing of: sums of these are made in the order they are written in,
+// while GCC makes one long chain of any tree of integer adds, which keeps the core from starting the next row.
+SG_INLINE __m256i opaque(__m256i x) {
+    asm("" : "+x"(x));
+    return x;
+}
+
 // |pair sums| ≤ 2 · 15 · 127 = 3810, so 8 of them fit an int16: one widening per 32 inputs.
 struct Dot4 {
-    typedef Bytes Weight;
-    __m256i acc = _mm256_setzero_si256();
-    SG_INLINE Weight prepare(Bytes w) { return w; }
-    __attribute__((always_inline)) void add(Weight w, const int8_t* x) {
-        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, splat4(x)));
-    }
-    __attribute__((always_inline)) VI sum(int32_t) const {
+    SG_INLINE Bytes prepare(Bytes w) { return w; }
+    template <int STEPS>
+    SG_INLINE VI of(const Bytes (&w)[STEPS], const int8_t* x, int32_t) {
+        __m256i acc{};
+        for (int i = 0; i < STEPS; i += 2) {
+            const __m256i a = _mm256_maddubs_epi16(w[i], splat4(x + 4 * i));
+            const __m256i b = _mm256_maddubs_epi16(w[i + 1], splat4(x + 4 * i + 4));
+            const __m256i both = opaque(_mm256_add_epi16(a, b));
+            acc = i == 0 ? both : _mm256_add_epi16(acc, both);
+        }
         return bits<VI>(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)));
     }
 };
 
 // |w| · (sign(w) x): |pair sums| ≤ 2 · 128 · 127 = 32512 fit an int16, but only one of them.
 struct Dot8 {
-    typedef Bytes Weight;
-    __m256i acc = _mm256_setzero_si256();
-    SG_INLINE Weight prepare(Bytes w) { return w; }
-    __attribute__((always_inline)) void add(Weight w, const int8_t* x) {
-        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(splat4(x), w));
-        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    SG_INLINE Bytes prepare(Bytes w) { return w; }
+    template <int STEPS>
+    SG_INLINE VI of(const Bytes (&w)[STEPS], const int8_t* x, int32_t) {
+        __m256i acc{};
+        for (int i = 0; i < STEPS; i += 2) {
+            const __m256i both = opaque(_mm256_add_epi32(four(w[i], x + 4 * i), four(w[i + 1], x + 4 * i + 4)));
+            acc = i == 0 ? both : _mm256_add_epi32(acc, both);
+        }
+        return bits<VI>(acc);
     }
-    __attribute__((always_inline)) VI sum(int32_t) const { return bits<VI>(acc); }
+
+  private:
+    SG_INLINE __m256i four(Bytes w, const int8_t* x) {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(splat4(x), w));
+        return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
 };
 
 #else
@@ -365,11 +386,13 @@ SG_INLINE VI dot_signed(VI acc, Bytes w, const int8_t* x) {
 }
 
 struct Dot8 {
-    typedef Bytes Weight;
-    VI acc{};
-    SG_INLINE Weight prepare(Bytes w) { return w; }
-    __attribute__((always_inline)) void add(Weight w, const int8_t* x) { acc = dot_signed(acc, w, x); }
-    __attribute__((always_inline)) VI sum(int32_t) const { return acc; }
+    SG_INLINE Bytes prepare(Bytes w) { return w; }
+    template <int STEPS>
+    SG_INLINE VI of(const Bytes (&w)[STEPS], const int8_t* x, int32_t) {
+        VI acc{};
+        for (int i = 0; i < STEPS; i++) acc = dot_signed(acc, w[i], x + 4 * i);
+        return acc;
+    }
 };
 typedef Dot8 Dot4;  // 0…15 is the same signed or not
 
