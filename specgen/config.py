@@ -27,7 +27,7 @@ from specgen.options import (
     check_choice,
     parse_size,
 )
-from specgen.paths import CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE, RUNTIME_VARIABLE, config_dir
+from specgen.paths import CACHE_VARIABLE, CONFIG_VARIABLE, DATA_VARIABLE, RUNTIME_VARIABLE, config_dir, user_path
 
 FILE_NAME = "config.toml"
 PREFIX = "SPECGEN_"
@@ -152,7 +152,7 @@ def _text(value: object) -> str:
 
 
 def _path(value: object) -> Path:
-    return Path(_text(value)).expanduser()
+    return user_path(_text(value))
 
 
 def _count(value: object) -> int | None:

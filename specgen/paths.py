@@ -58,6 +58,15 @@ def ensure_dir(path: Path) -> Path:
     return path
 
 
+def user_path(text: str) -> Path:
+    """A path as the user wrote it, `~` expanded; of a user that there is not, `~name` stays what it is."""
+    path = Path(text)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def _override(variable: str) -> Path | None:
     value = os.environ.get(variable)
-    return Path(value).expanduser().absolute() if value else None
+    return user_path(value).absolute() if value else None

@@ -64,13 +64,14 @@ def test_every_flag_reaches_the_session(run: Run, session: FakeSession) -> None:
     line = (
         "-t 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2 "
         "--frequency-penalty 0.3 --logit-bias 3=-inf --logit-bias 4=1.5 --seed 9 -n 7 --ignore-eos --proposer none "
-        "--gamma 3 --accept rejection --ctx 64 --weight-cache 5MB --threads 2 --device cpu --kv f32 --system S --raw "
+        "--gamma 3 --accept rejection --ctx 64 --weight-cache 5MB --threads 2 --device cpu --kv f32 --quant int8 --system S --raw "
         "--tree 2 --draft-stop 0.3 --draft small --draft-quant int4 --max-memory 2GB --ngram-store"
     )
     assert run("-p", "hi", "--stop", r"a\n", "--stop", r"\d\\n", *line.split()).exit_code == 0
     assert {"text": "hi", "system": "S", "raw": True} in session.calls
     loaded = {"device": "cpu", "threads": 2, "context_tokens": 64, "kv": "f32"}
     loaded |= {
+        "quant": "int8",
         "draft_quant": "int4",
         "max_memory_bytes": 2_000_000_000,
         "ngram_store": True,
@@ -228,6 +229,8 @@ def refused(result: Result, code: int, message: str, hint: str | None = None) ->
         (["--proposer", "model"], "--proposer model needs a draft model", "--draft NAME|PATH"),
         (["--proposer", "mix", "--draft", "none"], "--proposer mix needs a draft model", "--draft NAME|PATH"),
         (["--tree", "9"], "tree is 9", "at most 8"),
+        (["--draft-stop", "0.5"], "--draft-stop needs a draft model", "--draft NAME|PATH"),
+        (["--draft-quant", "int4"], "--draft-quant needs a draft model", "--draft NAME|PATH"),
         (["--draft-stop", "2"], "draft stop is 2", "at most 1"),
         (["--draft-quant", "int3"], "draft quantisation is 'int3'", "int4"),
         (["--max-memory", "lots"], "--max-memory is 'lots'", "6GB"),

@@ -45,6 +45,7 @@ RANKS = {
     "registry": 10,
     "session": 11,
     "measure": 12,
+    "chat": 12,
     "worker": 12,
     "api": 13,
     "cli": 13,

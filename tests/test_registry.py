@@ -31,6 +31,11 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
+def test_the_home_of_nobody_is_no_crash() -> None:
+    with pytest.raises(ModelError, match="no such file"):
+        resolve_model("~nobody-of-this-name/model", load_registry())
+
+
 def test_the_default_model_ships() -> None:
     entry = load_registry().get(DEFAULT_MODEL)
     assert entry.target.size_bytes == 98_362_432

@@ -82,7 +82,7 @@ def run(
     ref = find_model(model)
     options = shape.applied(run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen})))
     draft = find_draft(model, ref)
-    check_draft(options, draft)
+    check_draft(options, draft, load)
     warm = warm_session(console, ref, draft, load, keep)
     session = warm or load_session(console, ref, load, draft)
     ids = session.prompt_ids(text, system=system, raw=prompt.raw, think=shape.think)
@@ -262,10 +262,18 @@ def find_draft(flags: ModelFlags, target: ModelRef) -> ModelRef | None:
     return draft_of(target) if flags.draft is None else resolve_model(flags.draft, _registry(flags))
 
 
-def check_draft(options: RunOptions, draft: ModelRef | None) -> None:
-    """UsageError for a proposer that needs a draft model where there is none."""
-    if draft is None and options.proposer in NEED_DRAFT:
-        raise UsageError(f"--proposer {options.proposer} needs a draft model", hint="name one with --draft NAME|PATH")
+def check_draft(options: RunOptions, draft: ModelRef | None, load: LoadOptions) -> None:
+    """UsageError for what needs a draft model where there is none."""
+    if draft is not None:
+        return
+    asked = {
+        f"--proposer {options.proposer}": options.proposer in NEED_DRAFT,
+        "--draft-quant": load.draft_quant is not None,
+        "--draft-stop": options.draft.stop_below > 0 and options.proposer != "skip",
+    }
+    for flag, present in asked.items():
+        if present:
+            raise UsageError(f"{flag} needs a draft model", hint="name one with --draft NAME|PATH")
 
 
 def _registry(flags: ModelFlags) -> Registry:

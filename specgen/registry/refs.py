@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.errors import ModelError, UsageError
+from specgen.paths import user_path
 from specgen.registry.entries import Artefact, Entry, Registry
 from specgen.registry.sources import LocalSource, SourceSyntaxError, parse_source
 
@@ -32,7 +33,7 @@ def resolve_model(ref: str, registry: Registry) -> ModelRef:
     if ref and ref not in registry.entries:
         if ref.startswith(("hf:", "pypi:")):
             return _from_source(ref)
-        path = Path(ref).expanduser()
+        path = user_path(ref)
         if path.exists() or _looks_like_path(ref):
             return _from_path(ref, path)
     return ModelRef(ref, registry.get(ref), registered=True)  # raises, with the nearest names

