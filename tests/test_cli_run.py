@@ -64,8 +64,8 @@ def test_every_flag_reaches_the_session(run: Run, session: FakeSession) -> None:
     line = (
         "-t 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2 "
         "--frequency-penalty 0.3 --logit-bias 3=-inf --logit-bias 4=1.5 --seed 9 -n 7 --ignore-eos --proposer none "
-        "--gamma 3 --accept rejection --ctx 64 --weight-cache 5MB --threads 2 --device cpu --kv f32 --quant int8 --system S --raw "
-        "--tree 2 --draft-stop 0.3 --draft small --draft-quant int4 --max-memory 2GB --ngram-store"
+        "--gamma 3 --accept rejection --ctx 64 --weight-cache 5MB --threads 2 --device cpu --kv f32 --system S --raw "
+        "--quant int8 --tree 2 --draft-stop 0.3 --draft small --draft-quant int4 --max-memory 2GB --ngram-store"
     )
     assert run("-p", "hi", "--stop", r"a\n", "--stop", r"\d\\n", *line.split()).exit_code == 0
     assert {"text": "hi", "system": "S", "raw": True} in session.calls
