@@ -371,3 +371,13 @@ def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], message: 
         spec_from_config(plain(**changes))
     assert message in error.value.message
     assert hint is None or hint in str(error.value.hint)
+
+
+def test_a_repository_that_wants_remote_code_is_refused_as_such() -> None:
+    config = {"model_type": "newformer", "auto_map": {"AutoModelForCausalLM": "modeling_newformer.Newformer"}}
+    with pytest.raises(ModelError, match="code of its own") as caught:
+        spec_from_config(config)
+    assert "no code" in (caught.value.hint or "")
+    with pytest.raises(ModelError) as plain:
+        spec_from_config({"model_type": "newformer"})
+    assert "code" not in plain.value.message

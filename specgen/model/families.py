@@ -208,12 +208,21 @@ def spec_from_config(config: Mapping[str, Any], longest: int | None = None) -> M
     config = text_part(config)
     name = str(config.get("model_type"))
     if name not in FAMILIES:
-        known = nearest(name, FAMILIES) or "known are " + ", ".join(FAMILIES)
-        raise ModelError(f"config.json: the model family {name!r} is not known", hint=known)
+        raise _unknown_family(name, config)
     family = FAMILIES[name]
     settings = Settings(config, family.defaults)
     _check_quant_method(settings)
     return _build(name, family, settings, longest)
+
+
+def _unknown_family(name: str, config: Mapping[str, Any]) -> ModelError:
+    known = nearest(name, FAMILIES) or "known are " + ", ".join(FAMILIES)
+    if "auto_map" not in config:
+        return ModelError(f"config.json: the model family {name!r} is not known", hint=known)
+    return ModelError(
+        f"config.json: the model family {name!r} is not known, and its repository asks to run code of its own (auto_map)",
+        hint=f"specgen runs no code from a model's folder; {known}",
+    )
 
 
 def _build(name: str, family: Family, config: Settings, longest: int | None) -> ModelSpec:
