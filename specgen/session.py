@@ -288,6 +288,8 @@ class Session:
         """The tuned setting where the user leaves the choice to us, and what to say about it."""
         if options.proposer != "auto" or options.gamma is not None or options.tree != 1 or options.accept != "coupled":
             return options, ()
+        if self.speculation.draft is not None:
+            return options, ()  # plans are searched without a draft model: one must not take its place
         plan = self.plans.choice(options.sampling.temperature, len(prompt.ids))
         return (options, self.plans.notes) if plan is None else (plan.setting.options(options), (plan.notice,))
 

@@ -136,3 +136,23 @@ def test_a_packed_model_is_not_quantised_again(tmp_path: Path) -> None:
     packed = llama_file(tmp_path / "packed.gguf", quant="Q8_0")
     with pytest.raises(ModelError, match="quantised already"):
         session_of(packed, quant="int4")
+
+
+def test_a_tuned_plan_does_not_take_the_place_of_a_draft_model(model_path: Path) -> None:
+    class Asked(Exception):
+        pass
+
+    class Book:
+        costs, notes = None, ()
+
+        def choice(self, temperature: float, prompt_tokens: int) -> None:
+            raise Asked
+
+    ref = resolve_model(str(model_path), load_registry())
+    drafted = load(ref, LoadOptions(threads=1), draft=ref)
+    drafted.use_plans(Book())  # type: ignore[arg-type]
+    assert ask(drafted).token_ids
+    alone = session_of(model_path)
+    alone.use_plans(Book())  # type: ignore[arg-type]
+    with pytest.raises(Asked):
+        ask(alone)

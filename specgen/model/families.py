@@ -220,7 +220,7 @@ def _unknown_family(name: str, config: Mapping[str, Any]) -> ModelError:
     if "auto_map" not in config:
         return ModelError(f"config.json: the model family {name!r} is not known", hint=known)
     return ModelError(
-        f"config.json: the model family {name!r} is not known, and its repository asks to run code of its own (auto_map)",
+        f"config.json: the model family {name!r} is not known, and its folder asks to run code of its own (auto_map)",
         hint=f"specgen runs no code from a model's folder; {known}",
     )
 
