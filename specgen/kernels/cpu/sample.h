@@ -95,8 +95,8 @@ SG_INLINE VF exponentials(VU word) {
 constexpr float SLACK = 1.0001f;  // far above the float pass's error
 
 // log-free score E · e^((top - x) / T) of L tokens; the least wins.
-SG_INLINE VF scores_at(VF x, float top, float inverse, int64_t token, const Draw& d) {
-    const VF e = exponentials(philox(bits<VU>(lane_numbers() + static_cast<int32_t>(token)), d));
+SG_INLINE VF scores_of(VF x, float top, float inverse, VI token, const Draw& d) {
+    const VF e = exponentials(philox(bits<VU>(token), d));
     const VF lag = (top - x) * inverse;
     // e^88 stands for every larger factor: such a token cannot win against the top one unless E is below 10⁻³⁰.
     return lag < 88.0f ? e * vexp(lag) : splat(INFINITY);
@@ -121,7 +121,7 @@ static Candidate race_dense(const float* x, int64_t begin, int64_t end, float to
     for (int64_t i = begin; i < end; i += L) {
         const int count = static_cast<int>(std::min<int64_t>(L, end - i));
         VF v = load_part(x + i, count);
-        VF score = scores_at(v, top, inverse, i, d);
+        VF score = scores_of(v, top, inverse, lane_numbers() + static_cast<int32_t>(i), d);
         if (max_lanes<int32_t>((score <= limit) & 1) == 0) continue;
         for (int lane = 0; lane < count; lane++) {
             if (!(score[lane] <= limit) || x[i + lane] == -INFINITY) continue;
@@ -138,51 +138,87 @@ struct Ranked {
     bool operator<(const Ranked& o) const { return x > o.x || (x == o.x && token < o.token); }
 };
 
-// Tokens that survive top-k, top-p and min-p, best first.
+SG_INLINE double weight_of(const Ranked& r, float top, const Draw& d) {
+    return std::exp((static_cast<double>(r.x) - static_cast<double>(top)) / d.temperature);
+}
+
+// Tokens by how far they lag behind the top one, in steps of 1 / 8: a step holds an eighth more or less of each weight,
+// and what is behind lies in the last one.
+constexpr int LAGS = 512;
+SG_INLINE int lag_of(float x, float top, float inverse) {
+    const float lag = (top - x) * inverse * 8.0f;
+    return lag < LAGS - 1 ? static_cast<int>(lag) : LAGS - 1;
+}
+
+// Keeps the shortest ranked prefix whose mass reaches top-p, in any order. Mass is summed by lag, so only the tokens of
+// the lag that the prefix ends in have to be sorted.
+static void cut_top_p(std::vector<Ranked>& kept, float top, const Draw& d) {
+    const float inverse = static_cast<float>(1.0 / d.temperature);
+    double mass[LAGS] = {};
+    for (size_t i = 0; i < kept.size(); i += L) {
+        const int count = static_cast<int>(std::min<size_t>(L, kept.size() - i));
+        VD lag{};
+        for (int lane = 0; lane < count; lane++) lag[lane] = static_cast<double>(kept[i + lane].x);
+        const VD weight = vexp((lag - static_cast<double>(top)) / d.temperature);
+        for (int lane = 0; lane < count; lane++) mass[lag_of(kept[i + lane].x, top, inverse)] += weight[lane];
+    }
+    double total = 0.0, before = 0.0;
+    for (double m : mass) total += m;
+    int last = 0;
+    for (; last < LAGS - 1 && before + mass[last] < d.top_p * total; last++) before += mass[last];
+    std::erase_if(kept, [&](const Ranked& r) { return lag_of(r.x, top, inverse) > last; });
+    auto next = std::partition(kept.begin(), kept.end(),
+                               [&](const Ranked& r) { return lag_of(r.x, top, inverse) < last; });
+    std::sort(next, kept.end());
+    for (; next != kept.end() && (next == kept.begin() || before < d.top_p * total); next++)
+        before += weight_of(*next, top, d);
+    kept.erase(next, kept.end());
+}
+
+// Tokens that survive top-k, top-p and min-p, in any order.
 static void truncate(const float* x, int64_t count, float top, const Draw& d, std::vector<Ranked>& kept) {
     kept.clear();
-    // Everything below this carries no weight in double precision: e^-745 is 0.
-    const double floor = static_cast<double>(top) - 746.0 * d.temperature;
+    // Everything below this carries no weight in double precision: e^-745 is 0. Where min-p alone counts, it is the limit,
+    // and what stands right at it is looked at again below.
+    const double lag = d.top_p < 1.0 || d.min_p == 0.0 ? -746.0 : std::log(d.min_p) - 1e-6;
+    const double floor = static_cast<double>(top) + lag * d.temperature;
     for (int64_t i = 0; i < count; i++)
         if (static_cast<double>(x[i]) >= floor && x[i] > -INFINITY) kept.push_back({x[i], static_cast<int32_t>(i)});
-    auto weight = [&](const Ranked& r) {
-        return std::exp((static_cast<double>(r.x) - static_cast<double>(top)) / d.temperature);
-    };
-    size_t sorted = 0;
     if (d.top_k > 0 && static_cast<size_t>(d.top_k) < kept.size()) {
         std::nth_element(kept.begin(), kept.begin() + d.top_k, kept.end());
         kept.resize(static_cast<size_t>(d.top_k));
     }
-    if (d.top_p < 1.0) {
-        double total = 0.0, before = 0.0;
-        for (const Ranked& r : kept) total += weight(r);
-        size_t n = 0;
-        for (; n < kept.size(); n++) {
-            if (n == sorted) {  // sort only as far as the mass reaches
-                const size_t next = std::min(kept.size(), sorted == 0 ? size_t{64} : sorted * 4);
-                std::partial_sort(kept.begin() + static_cast<int64_t>(sorted), kept.begin() + static_cast<int64_t>(next),
-                                  kept.end());
-                sorted = next;
-            }
-            if (n > 0 && before >= d.top_p * total) break;
-            before += weight(kept[n]);
-        }
-        kept.resize(n);
-    }
-    if (d.min_p > 0.0) std::erase_if(kept, [&](const Ranked& r) { return weight(r) < d.min_p; });
+    if (d.top_p < 1.0) cut_top_p(kept, top, d);
+    if (d.min_p > 0.0) std::erase_if(kept, [&](const Ranked& r) { return weight_of(r, top, d) < d.min_p; });
 }
 
-static int64_t race_truncated(const float* x, int64_t count, float top, const Draw& d, std::vector<Ranked>& kept) {
-    truncate(x, count, top, d, kept);
+// The winner among `kept`: floats for all, doubles for those that could win.
+static Candidate race_kept(const std::vector<Ranked>& kept, float top, const Draw& d) {
+    const float inverse = static_cast<float>(1.0 / d.temperature);
     Candidate best{INFINITY, INT64_MAX};
-    for (const Ranked& r : kept) best = std::min(best, {score_exactly(r.x, top, d.temperature, r.token, d), r.token});
-    return best.token;
+    float limit = INFINITY;
+    for (size_t i = 0; i < kept.size(); i += L) {
+        const int count = static_cast<int>(std::min<size_t>(L, kept.size() - i));
+        VF x{};
+        VI token{};
+        for (int lane = 0; lane < count; lane++) x[lane] = kept[i + lane].x, token[lane] = kept[i + lane].token;
+        const VF score = scores_of(x, top, inverse, token, d);
+        for (int lane = 0; lane < count; lane++) {
+            if (!(score[lane] <= limit)) continue;
+            best = std::min(best, {score_exactly(x[lane], top, d.temperature, token[lane], d), token[lane]});
+            limit = static_cast<float>(best.score) * SLACK;
+        }
+    }
+    return best;
 }
 
 static int64_t gumbel_argmax(Pool& pool, const float* x, int64_t count, const Draw& d, std::vector<Ranked>& kept) {
     const int64_t first = argmax_row(x, count);
     if (first == NON_FINITE || d.temperature == 0.0) return first;
-    if (d.top_k > 0 || d.top_p < 1.0 || d.min_p > 0.0) return race_truncated(x, count, x[first], d, kept);
+    if (d.top_k > 0 || d.top_p < 1.0 || d.min_p > 0.0) {
+        truncate(x, count, x[first], d, kept);
+        return race_kept(kept, x[first], d).token;
+    }
     std::vector<Candidate> best(static_cast<size_t>(pool.size));
     pool.run([&](int thread) {
         Share share((count + L - 1) / L, thread, pool.size);

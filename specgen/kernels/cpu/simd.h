@@ -55,6 +55,7 @@ typedef float VF __attribute__((vector_size(4 * L)));
 typedef int32_t VI __attribute__((vector_size(4 * L)));
 typedef uint32_t VU __attribute__((vector_size(4 * L)));
 typedef uint64_t VU64 __attribute__((vector_size(8 * L)));
+typedef double VD __attribute__((vector_size(8 * L)));
 typedef uint16_t VH __attribute__((vector_size(2 * L)));
 typedef uint8_t VB __attribute__((vector_size(L)));
 typedef int8_t VSB __attribute__((vector_size(L)));
@@ -170,6 +171,16 @@ SG_INLINE VF from_f16(const void* from) {
 #endif
 }
 
+// x, as something in a register whose making the compiler knows nothing of. GCC makes one long chain of any tree of integer
+// adds, which keeps the core from starting the next row, and reads a value again and again that memory also holds.
+template <class V>
+SG_INLINE V opaque(V x) {
+#if SG_PATH >= SG_AVX2 && !defined(SG_SIMDE)
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // Sums across lanes in a fixed tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1.
 SG_INLINE float sum_lanes(VF x) {
     float lane[L];
@@ -232,6 +243,21 @@ SG_INLINE VF vexp(VF x) {
     VF result = p * power;
     result = x != x ? x : result;
     return dead ? VF{} : result;
+}
+
+// e^x for x ≤ 0 in double, to a few ulp: Taylor's series on |r| ≤ ln 2 / 2. Below -700 it is 0.
+SG_INLINE VD vexp(VD x) {
+    constexpr double MAGIC = 0x1.8p52;  // leaves the nearest integer in the low bits
+    VD n = x * 1.4426950408889634 + MAGIC;
+    const VU64 exponent = bits<VU64>(n) - bits<uint64_t>(MAGIC);
+    n -= MAGIC;
+    const VD r = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
+    constexpr double C[14] = {1.0,         1.0,           1.0 / 2,        1.0 / 6,         1.0 / 24,
+                              1.0 / 120,   1.0 / 720,     1.0 / 5040,     1.0 / 40320,     1.0 / 362880,
+                              1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+    VD even = VD{} + C[12], odd = VD{} + C[13];
+    for (int i = 10; i >= 0; i -= 2) even = even * (r * r) + C[i], odd = odd * (r * r) + C[i + 1];
+    return x < -700.0 ? VD{} : (odd * r + even) * bits<VD>((exponent + 1023u) << 52);
 }
 
 SG_INLINE VF vtanh(VF x) { return 1.0f - 2.0f / (vexp(x + x) + 1.0f); }
@@ -315,13 +341,6 @@ struct Dot8 {
 };
 
 #elif SG_PATH == SG_AVX2
-
-// x, as something whose making the compiler knows nothing of: sums of these are made in the order they are written in,
-// while GCC makes one long chain of any tree of integer adds, which keeps the core from starting the next row.
-SG_INLINE __m256i opaque(__m256i x) {
-    asm("" : "+x"(x));
-    return x;
-}
 
 // |pair sums| ≤ 2 · 15 · 127 = 3810, so 8 of them fit an int16: one widening per 32 inputs.
 struct Dot4 {
