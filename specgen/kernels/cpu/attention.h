@@ -212,19 +212,23 @@ struct AttentionScratch {
     }
 };
 
-// Scores of Q queries against keys j … j + L - 1 of the block, four keys at a time so that everything stays in registers.
+// Scores of Q queries against keys j … j + L - 1 of the block, four keys at a time so that everything stays in registers:
+// not inlined, or what the caller holds in registers would drive the queries out of them.
 template <int Q>
-SG_INLINE void score_keys(const AttentionScratch& s, const float* query, int padded, int j, int low, int high, VF* out) {
+__attribute__((noinline)) static void score_keys(const AttentionScratch& s, const float* query, int padded, int j, int low, int high, VF* out) {
     VF sums[Q][L];
     for (int part = 0; part < L; part += 4) {
         const float* key[4];
         for (int i = 0; i < 4; i++) key[i] = s.keys[std::clamp(j + part + i, low, high - 1)];
         VF acc[Q][4] = {};
-        for (int d = 0; d < padded; d += L)
+        for (int d = 0; d < padded; d += L) {
+            VF part_of[Q];
+            for (int q = 0; q < Q; q++) part_of[q] = opaque(load<VF>(query + q * padded + d));
             for (int i = 0; i < 4; i++) {
                 const VF k = load<VF>(key[i] + d);
-                for (int q = 0; q < Q; q++) acc[q][i] = fma(load<VF>(query + q * padded + d), k, acc[q][i]);
+                for (int q = 0; q < Q; q++) acc[q][i] = fma(part_of[q], k, acc[q][i]);
             }
+        }
         for (int q = 0; q < Q; q++)
             for (int i = 0; i < 4; i++) sums[q][part + i] = acc[q][i];
     }
@@ -258,14 +262,14 @@ static float soften(float* p, int low, int high, float* state) {
 
 // acc = acc · fade + Σ p · v over keys [low, high), for Q queries and W vectors of the head at `d`.
 template <int Q, int W>
-SG_INLINE void add_values(const AttentionScratch& s, const float (*p)[KV_BLOCK], const float* fade, int d, int low,
+__attribute__((noinline)) static void add_values(const AttentionScratch& s, const float (*p)[KV_BLOCK], const float* fade, int d, int low,
                           int high, float* const* partial) {
     VF acc[Q][W];
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < W; c++) acc[q][c] = load<VF>(partial[q] + d + c * L) * fade[q];
     for (int j = low; j < high; j++)
         for (int c = 0; c < W; c++) {
-            const VF v = load<VF>(s.values[j] + d + c * L);
+            const VF v = opaque(load<VF>(s.values[j] + d + c * L));
             for (int q = 0; q < Q; q++) acc[q][c] = fma(splat(p[q][j]), v, acc[q][c]);
         }
     for (int q = 0; q < Q; q++)
