@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from cpu_oracles import int_linear
 from torch import Tensor
 
 from specgen.kernels.base import NON_FINITE, Attend, KVLayer, Noise, Truncation
-from specgen.kernels.cpu.ops import CpuKernels
+from specgen.kernels.cpu.ops import CpuKernels, Prepared
 from specgen.kernels.reference import ReferenceKernels
 from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, QuantLinear
 
@@ -190,13 +190,32 @@ def test_a_linear_that_shares_a_scale_between_rows_is_caught(kernels: CpuKernels
     assert not rows_agree(shared, inputs(weight))
 
 
+def threads_agree(weight: QuantLinear, kinds: Sequence[CpuKernels]) -> bool:
+    """Whether a linear has the same bits on each of `kinds`."""
+    x = inputs(weight)
+    first, *others = (kernels.linear(x, kernels.prepare(weight)) for kernels in kinds)
+    return all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_threads_do_not_change_a_bit(name: str) -> None:
-    weight = WEIGHTS[name]
-    x = inputs(weight)
-    results = [k.linear(x, k.prepare(weight)) for k in map(cpu_kernels, (1, 2, 3))]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert threads_agree(WEIGHTS[name], [cpu_kernels(threads) for threads in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("name", ["int4 32", "int8 32", "dense bf16"])
+def test_a_sum_split_among_threads_is_caught(name: str) -> None:
+    class Splitting(CpuKernels):
+        """The mutant: each thread sums its share of the inputs, and the shares are added."""
+
+        def __init__(self, threads: int) -> None:
+            self.__dict__.update(cpu_kernels(threads).__dict__)
+
+        def linear(self, x: Tensor, weight: Prepared) -> Tensor:
+            share = torch.arange(x.shape[1]) * self.threads // x.shape[1]
+            parts = (super(Splitting, self).linear(x * (share == thread), weight) for thread in range(self.threads))
+            return torch.stack(list(parts)).sum(0)
+
+    assert not threads_agree(WEIGHTS[name], [Splitting(threads) for threads in (1, 2, 3)])
 
 
 def test_extreme_activations(kernels: CpuKernels) -> None:
