@@ -139,14 +139,14 @@ def test_a_packed_model_is_not_quantised_again(tmp_path: Path) -> None:
 
 
 def test_a_tuned_plan_does_not_take_the_place_of_a_draft_model(model_path: Path) -> None:
-    class Asked(Exception):
+    class AskedError(Exception):
         pass
 
     class Book:
         costs, notes = None, ()
 
         def choice(self, temperature: float, prompt_tokens: int) -> None:
-            raise Asked
+            raise AskedError
 
     ref = resolve_model(str(model_path), load_registry())
     drafted = load(ref, LoadOptions(threads=1), draft=ref)
@@ -154,5 +154,5 @@ def test_a_tuned_plan_does_not_take_the_place_of_a_draft_model(model_path: Path)
     assert ask(drafted).token_ids
     alone = session_of(model_path)
     alone.use_plans(Book())  # type: ignore[arg-type]
-    with pytest.raises(Asked):
+    with pytest.raises(AskedError):
         ask(alone)
