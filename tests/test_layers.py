@@ -53,7 +53,7 @@ RANKS = {
 }
 
 # Third-party packages with one home each.
-HOMES = {"typer": "cli", "rich": "cli", "huggingface_hub": "registry"}
+HOMES = {"prompt_toolkit": "cli", "typer": "cli", "rich": "cli", "huggingface_hub": "registry"}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -124,6 +124,10 @@ class Chat:
         self.session = session
         self._record(ModelChanged(model, session.loaded.digest))
 
+    def close(self) -> None:
+        """The file of a conversation in which nothing was said does not stay."""
+        self.transcript.close(remove=not self.transcript.said_something)
+
     def set_system(self, text: str | None) -> None:
         self._record(SystemSet(text))
 

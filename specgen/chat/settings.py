@@ -42,11 +42,17 @@ def shown(options: RunOptions, name: str) -> str:
     return AUTO if value is None else str(value)
 
 
-def changed(options: RunOptions, name: str, text: str) -> RunOptions:
-    """`options` with the setting that a user wrote. UsageError for a name or a value that makes no sense."""
+def known(name: str) -> str:
+    """The setting's own name. UsageError with the nearest for one that is none."""
     name = name.replace("-", "_")
     if name not in NAMES:
         raise UsageError(f"there is no setting {name!r}", hint=nearest(name, NAMES) or f"known: {', '.join(NAMES)}")
+    return name
+
+
+def changed(options: RunOptions, name: str, text: str) -> RunOptions:
+    """`options` with the setting that a user wrote. UsageError for a name or a value that makes no sense."""
+    name = known(name)
     return with_value(options, name, _parsed(name, text))
 
 

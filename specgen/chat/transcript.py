@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from specgen.chat.records import SCHEMA, Opened, Record, Replied, TranscriptError, from_line, to_line
+from specgen.chat.records import SCHEMA, Asked, Opened, Record, Replied, TranscriptError, from_line, to_line
 from specgen.errors import SpecgenError, UsageError
 from specgen.paths import data_dir, ensure_dir
 
@@ -55,6 +55,7 @@ class Transcript:
         self._fd = fd
         self._whole_bytes = whole_bytes  # up to the end of the last whole line
         self._pending = b""
+        self.said_something = False  # somebody asked something, so the file is worth keeping
 
     @classmethod
     def open(cls, path: Path) -> tuple[Transcript, list[Record]]:
@@ -70,6 +71,7 @@ class Transcript:
             data = _read(fd, path)
             records, whole_bytes = _records(data, path)
             transcript = cls(path, fd, whole_bytes)
+            transcript.said_something = any(isinstance(record, Asked) for record in records)
             if whole_bytes < len(data):
                 os.ftruncate(fd, whole_bytes)  # a line that was cut off when the process died
             return transcript, records
@@ -84,6 +86,7 @@ class Transcript:
     def append(self, record: Record) -> None:
         """Never raises: a conversation goes on while its disk is full."""
         self._pending += to_line(record)
+        self.said_something = self.said_something or isinstance(record, Asked)
         try:
             while self._pending:
                 written = os.write(self._fd, self._pending)

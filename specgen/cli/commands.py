@@ -43,10 +43,12 @@ class Place:
 
 PLACES = {
     "run": Place("run", "run", one_model=True),
+    "chat": Place("chat", "chat", one_model=True),
     "tune": Place("tune", "tune", one_model=True),
     "bench": Place("bench", "bench", one_model=True),
     "profile": Place("profile", "profile", one_model=True),
     "verify": Place("verify", "verify", one_model=True),
+    "doctor": Place("doctor", "doctor"),
     "ps": Place("worker", "list_workers"),
     "stop": Place("worker", "stop_workers"),
     "models": Place("models", "models_app"),

@@ -44,7 +44,7 @@ def read_prompt(source: PromptSource, stdin: TextIO | None, note: Callable[[str]
     if source.file == STDIN:
         body = _standard_input(stdin, note)
     elif source.file is not None:
-        body = _file(source.file)
+        body = read_file(source.file)
     else:
         body = _unasked_input(stdin, note, wait=given is not None)
     prompt = _join(given, body)
@@ -58,7 +58,7 @@ def read_prompt(source: PromptSource, stdin: TextIO | None, note: Callable[[str]
 def read_source(name: str, file: str, stdin: TextIO | None) -> str:
     """The whole text of a file that the option `name` names; - is standard input."""
     if file != STDIN:
-        return _file(file, name)
+        return read_file(file, name)
     if stdin is None or stdin.closed or is_terminal(stdin):
         raise UsageError(f"{name} - reads standard input, and nothing is piped in", hint="give a file")
     return _drain(stdin)
@@ -78,7 +78,8 @@ def _join(given: str | None, body: str | None) -> str | None:
     return f"{given.rstrip()}\n\n{body}" if given.strip() else body
 
 
-def _file(path: str, name: str = "the prompt file") -> str:
+def read_file(path: str, name: str = "the prompt file") -> str:
+    """The text of a file; UsageError when it cannot be read or is no UTF-8."""
     try:
         with open(path, "rb") as file:
             data = _read_all(path, file)

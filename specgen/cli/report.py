@@ -168,27 +168,28 @@ def main_fallback(record: RunRecord) -> str | None:
 def stats_tables(outcome: Outcome) -> Iterator[Table]:
     """Tables of times, of speculation and of survival by position."""
     report = answer_object(outcome)
-    yield _table("Times", {**report["timings"], "prompt_tokens": report["prompt_tokens"]})
+    yield table("Times", {**report["timings"], "prompt_tokens": report["prompt_tokens"]})
     speculation = {**report["speculation"]}
     survival, fallback = speculation.pop("survival"), speculation.pop("fallback")
-    yield _table("Speculation", speculation)
+    yield table("Speculation", speculation)
     if survival:
-        yield _table("Survival", {f"s_{k}": share for k, share in enumerate(survival, start=1)})
+        yield table("Survival", {f"s_{k}": share for k, share in enumerate(survival, start=1)})
     if fallback:
-        yield _table("Plain cycles", fallback)
-    yield _table("Memory", report["memory"])
+        yield table("Plain cycles", fallback)
+    yield table("Memory", report["memory"])
 
 
-def _table(title: str, rows: Mapping[str, Any]) -> Table:
+def table(title: str, rows: Mapping[str, Any]) -> Table:
+    """Names and values side by side."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("name")
-    table.add_column("value", justify="right")
+    made = Table(title=title, title_justify="left", show_header=False)
+    made.add_column("name")
+    made.add_column("value", justify="right")
     for name, value in rows.items():
-        table.add_row(Text(str(name)), Text(_shown(value)))
-    return table
+        made.add_row(Text(str(name)), Text(_shown(value)))
+    return made
 
 
 def _shown(value: Any) -> str:

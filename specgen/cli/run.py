@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_args
 
 import typer
 
@@ -176,7 +176,20 @@ def tell(console: Console, view: View, outcome: Outcome, *, stats: bool) -> None
             tables.print(table)
 
 
-def apply_output_flags(console: Console, output: OutputFlags) -> None:
+class DisplayChoice(Protocol):
+    """Flags that say how much is shown, and in which colours."""
+
+    @property
+    def color(self) -> str: ...
+
+    @property
+    def quiet(self) -> bool: ...
+
+    @property
+    def debug(self) -> bool: ...
+
+
+def apply_output_flags(console: Console, output: DisplayChoice) -> None:
     check_choice("--color", output.color, get_args(ColorName))
     console.color = cast("ColorName", output.color)
     console.quiet = output.quiet
