@@ -126,6 +126,8 @@ static void read_slots_as(const KvView& kv, bool key, int64_t head, int64_t slot
     const int whole = kv.dim / L * L, rest = kv.dim - whole;
     for (int64_t i = 0; i < count; i++, from += kv.dim * SIZE) {
         const float scale = TYPE == KV_INT8 ? scales[i] : 1.0f;
+        // The next block, while this one is computed with.
+        for (int at = 0; at < kv.dim * SIZE; at += 64) __builtin_prefetch(from + KV_BLOCK * kv.dim * SIZE + at);
         for (int d = 0; d < whole; d += L, out += L) store(out, load_kv<TYPE>(from + d * SIZE, scale));
         if (rest == 0) continue;
         uint8_t tail[4 * L] = {};
