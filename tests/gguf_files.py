@@ -23,7 +23,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
-def tokenizer_keys(pre: str = "gpt-2", special: Mapping[str, int] | None = None) -> dict[str, Any]:
+def tokenizer_keys(pre: str = "gpt-2", special: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A byte-level BPE vocabulary of VOCAB tokens: bytes, merges, control tokens, and unused ids."""
     words = [merge.replace(" ", "") for merge in MERGES]
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -114,3 +114,18 @@ def llama_file(path: Path, quant: str = "F32", **changes: Any) -> Path:
     tensors["blk.0.attn_q.weight"] = permuted(tensors["blk.0.attn_q.weight"], HEADS)
     tensors["blk.0.attn_k.weight"] = permuted(tensors["blk.0.attn_k.weight"], KV_HEADS)
     return write_gguf(path, tensors, quant=quant, keys={**model_keys(**changes), **tokenizer_keys()})
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_file(path: Path, template: str = CHATML, **changes: Any) -> Path:
+    """`llama_file` with a chat template that has roles."""
+    tensors = weights()
+    tensors["blk.0.attn_q.weight"] = permuted(tensors["blk.0.attn_q.weight"], HEADS)
+    tensors["blk.0.attn_k.weight"] = permuted(tensors["blk.0.attn_k.weight"], KV_HEADS)
+    keys = {**model_keys(**changes), **tokenizer_keys(special={"tokenizer.chat_template": template})}
+    return write_gguf(path, tensors, keys=keys)

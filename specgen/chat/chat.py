@@ -44,6 +44,7 @@ OnFull = Literal["stop", "slide", "summarise-oldest"]
 REPLY_SHARE = 4
 """A prompt should leave a quarter of the context (or what --max-tokens says) for the reply."""
 SUMMARY_TOKENS = 160
+"""At most, and at most an eighth of the context."""
 SUMMARY_REQUEST = "Summarise the following conversation in a few sentences. Keep names, numbers and decisions.\n\n"
 
 
@@ -227,12 +228,15 @@ class Chat:
         share = self.session.engine.cache.capacity // REPLY_SHARE
         return share if self.options.max_tokens is None else min(share, self.options.max_tokens)
 
+    def _summary_tokens(self) -> int:
+        return min(SUMMARY_TOKENS, self.session.engine.cache.capacity // 8)
+
     def _droppable(self, user: str) -> int:
         """How many of the oldest exchanges to drop so that half of the context is free: dropping means reading all
         that is left again, so it should be rare."""
         exchanges = self.conversation.exchanges
         capacity = self.session.engine.cache.capacity
-        summary = SUMMARY_TOKENS if self.on_full == "summarise-oldest" else 0
+        summary = self._summary_tokens() if self.on_full == "summarise-oldest" else 0
         for count in range(1, len(exchanges)):
             kept = replace(self.conversation, exchanges=exchanges[count:], stale="dropped")
             if len(self._next(user, kept).ids) + summary <= capacity // 2:
@@ -256,15 +260,16 @@ class Chat:
         earlier = self.conversation.summary
         text = "" if earlier is None else f"Before: {earlier}\n"
         text += "".join(f"User: {one.user}\nAssistant: {one.reply}\n" for one in exchanges)
-        budget = self.session.engine.cache.capacity - 2 * SUMMARY_TOKENS
+        most = self._summary_tokens()
+        budget = self.session.engine.cache.capacity - most - 1
         while True:
             prompt = self.session.chat_ids([{"role": "user", "content": SUMMARY_REQUEST + text}], "off")
             if len(prompt.ids) <= budget:
                 break
             if len(text) < 2:
                 return earlier
-            text = text[len(text) - int(len(text) * min(0.9, budget / len(prompt.ids))) :] if budget > 0 else ""
-        options = RunOptions(SamplingOptions(), max_tokens=SUMMARY_TOKENS)
+            text = text[-int(len(text) * min(0.9, budget / len(prompt.ids))) :]
+        options = RunOptions(SamplingOptions(), max_tokens=most)
         finished = None
         for event in self.session.generate(prompt, options, cancel):
             finished = event
