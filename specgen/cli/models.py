@@ -6,7 +6,7 @@ imported by `show` alone, and only for a model that is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -326,7 +326,3 @@ def _print(console: Console, text: str) -> None:
     stream = console.answer()
     stream.write(text + "\n")
     stream.flush()
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    _print(console, "\n".join(lines))

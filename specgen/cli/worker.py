@@ -12,7 +12,7 @@ import typer
 
 from specgen.cli.console import Console, printable
 from specgen.cli.fetchbar import fetch_bar
-from specgen.cli.models import JsonFlag, print_json, print_lines
+from specgen.cli.models import JsonFlag, print_json
 from specgen.errors import SpecgenError, UsageError
 from specgen.memory import megabytes
 from specgen.options import LoadOptions, WorkerOptions
@@ -71,6 +71,7 @@ def list_workers(context: typer.Context, json_: JsonFlag = False) -> None:
     specgen ps
     specgen ps --json
     """
+    from specgen.cli.charts import print_lines
     from specgen.worker.client import find_workers
 
     console, found = Console.of(context), find_workers()
@@ -98,6 +99,7 @@ def stop_workers(
     specgen stop
     specgen stop smollm2-135m
     """
+    from specgen.cli.charts import print_lines
     from specgen.worker.client import find_workers, stop_worker
 
     console, found = Console.of(context), find_workers()
