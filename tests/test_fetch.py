@@ -501,7 +501,7 @@ def test_errors_of_the_hub_are_reasons(monkeypatch: pytest.MonkeyPatch, error: s
 
 def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch, hub_cache: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     told = failure(lambda: fetch(artefact(HubSource("o/absent"), sha256=None, size_bytes=None), "tiny"))
     assert "cannot reach 127.0.0.1" in told.message
 

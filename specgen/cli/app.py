@@ -15,6 +15,7 @@ import specgen
 from specgen.cli.commands import EXIT_CODES, HELP_OPTIONS, MODELS_COMMANDS, PLACES, Commands
 from specgen.cli.console import ClosedPipeError, Console, guarded
 from specgen.cli.interrupt import terminate_politely
+from specgen.cli.plain import read_plainly
 from specgen.config import flag_defaults
 
 SUMMARY = """Run a quantised language model on this machine: the same text, sooner, by exact speculative decoding.
@@ -36,6 +37,9 @@ class Guarded(TyperGroup):
         extra["standalone_mode"] = False
         raise SystemExit(guarded(console, lambda: super(Guarded, self).main(args, *more, obj=console, **extra)))
 
+    def get_params(self, ctx: Any) -> Any:
+        return read_plainly(super().get_params(ctx))
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -49,7 +53,6 @@ app = typer.Typer(
     help=SUMMARY,
     epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings=HELP_OPTIONS,

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from specgen.cli.flags import grouped
+from specgen.cli.plain import PlainCommand
 
 EXIT_CODES = (
     "[bold]Exit codes[/bold]: 0 done, 1 failed, 2 usage or prompt, 3 model or weights, 4 memory, 5 context full, "
@@ -34,7 +35,7 @@ class Place:
         found = getattr(import_module(f"specgen.cli.{self.module}"), self.name)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_OPTIONS)
-            alone.command(name, epilog=EXIT_CODES)(grouped(found) if self.one_model else found)
+            alone.command(name, cls=PlainCommand, epilog=EXIT_CODES)(grouped(found) if self.one_model else found)
             found = alone
         made = typer.main.get_command(found)
         made.name = name

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.charts import print_json, print_lines
+from specgen.cli.completion import model_names
 from specgen.cli.console import Console, printable
 from specgen.cli.fetchbar import fetch_bar
 from specgen.cli.models import FileFlag, JsonFlag
@@ -25,7 +26,10 @@ SCHEMA_VERSION = 1
 def doctor(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option("-m", "--model", metavar="NAME|PATH", help="Say how fast this model could run.")
+        str | None,
+        typer.Option(
+            "-m", "--model", metavar="NAME|PATH", help="Say how fast this model could run.", autocompletion=model_names
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads to look with.")] = None,
     json_: JsonFlag = False,

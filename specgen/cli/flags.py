@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from specgen.cli.completion import model_names
 from specgen.options import MAX_GAMMA, MAX_TREE, WEIGHT_CACHE, AcceptName, KVName, ProposerName, QuantName
 
 _model = partial(typer.Option, rich_help_panel="Model")
@@ -46,7 +47,13 @@ class ModelFlags:
 
     model: Annotated[
         str | None,
-        _model("-m", "--model", metavar="NAME|PATH", help="Name from `specgen models list`, a path, or hf:repo."),
+        _model(
+            "-m",
+            "--model",
+            metavar="NAME|PATH",
+            help="Name from `specgen models list`, a path, or hf:repo.",
+            autocompletion=model_names,
+        ),
     ] = None
     models: Annotated[
         str | None, _model("--models", metavar="FILE", help="A models.toml laid over the built-in one.")

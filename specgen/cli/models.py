@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.completion import model_names
 from specgen.cli.console import Console, is_terminal, printable
 from specgen.cli.fetchbar import fetch_bar
 from specgen.cli.report import json_line
@@ -35,13 +36,21 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object on stand
 FileFlag = Annotated[
     str | None, typer.Option("--models", metavar="FILE", help="A models.toml laid over the built-in one.")
 ]
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name from `specgen models list`.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="NAME|PATH", help="Name, path, or hf:repo.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name from `specgen models list`.", autocompletion=model_names)
+]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="NAME|PATH", help="Name, path, or hf:repo.", autocompletion=model_names)
+]
 
 
 @models_app.command("list")
 def list_models(context: typer.Context, json_: JsonFlag = False, models: FileFlag = None) -> None:
-    """Every known model: whether it is here, how much memory it wants, what it is good for."""
+    """Every known model: whether it is here, how much memory it wants, what it is good for.
+
+    specgen models list
+    specgen models list --json | jq -r '.models[].name'
+    """
     console, registry = Console.of(context), _registry(models)
     if json_:
         entries = [_entry_object(entry) for entry in registry.entries.values()]
@@ -52,7 +61,11 @@ def list_models(context: typer.Context, json_: JsonFlag = False, models: FileFla
 
 @models_app.command("show")
 def show_model(context: typer.Context, model: ModelArgument, json_: JsonFlag = False, models: FileFlag = None) -> None:
-    """One model: where it comes from, and what its files hold if they are here."""
+    """One model: where it comes from, and what its files hold if they are here.
+
+    specgen models show smollm2-135m
+    specgen models show ./my-model.gguf
+    """
     from specgen.registry import find, resolve_model
 
     console = Console.of(context)
@@ -76,7 +89,10 @@ def pull_model(
     json_: JsonFlag = False,
     models: FileFlag = None,
 ) -> None:
-    """Fetch a model's files now; prints where they are."""
+    """Fetch a model's files now; prints where they are.
+
+    specgen models pull smollm2-135m
+    """
     from specgen.registry import pull, resolve_model
 
     console = Console.of(context)
@@ -94,7 +110,10 @@ def pull_model(
 
 @models_app.command("path")
 def model_path(context: typer.Context, model: ModelArgument, json_: JsonFlag = False, models: FileFlag = None) -> None:
-    """Where a model's file is, or where it would be put: a place to put it by hand."""
+    """Where a model's file is, or where it would be put: a place to put it by hand.
+
+    specgen models path smollm2-135m
+    """
     from specgen.registry import cache_path, find, kept_here, resolve_model
 
     console = Console.of(context)
@@ -119,7 +138,10 @@ def remove_model(
     json_: JsonFlag = False,
     models: FileFlag = None,
 ) -> None:
-    """Remove a model's files from specgen's cache (never your own files, nor Hugging Face's cache)."""
+    """Remove a model's files from specgen's cache (never your own files, nor Hugging Face's cache).
+
+    specgen models rm smollm2-135m --yes
+    """
     from specgen.registry import cache_path, remove
 
     console = Console.of(context)

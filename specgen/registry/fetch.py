@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock, Timeout
-
 from specgen.errors import ModelError
 from specgen.paths import CACHE_VARIABLE, cache_dir, ensure_dir
 from specgen.registry import hub, pypi
@@ -252,6 +250,8 @@ def _disk_error(name: str, error: OSError) -> ModelError:
 @contextmanager
 def _locked(artefact: Artefact, progress: Progress) -> Iterator[None]:
     """One process at a time per artefact; whoever waits says so."""
+    from filelock import FileLock, Timeout  # only what fetches waits for this import
+
     locks = ensure_dir(cache_dir() / "locks")
     lock = FileLock(locks / f"{cache_path(artefact).parent.name}.lock")
     try:

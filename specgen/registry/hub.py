@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from specgen.registry.progress import FetchError, Progress, watch_folder
 from specgen.registry.sources import HubSource
@@ -62,6 +61,8 @@ def download(source: HubSource, total_bytes: int | None, progress: Progress, fol
 
 def _check_reachable() -> None:
     """Without a network the library retries in silence for half a minute; one connection attempt tells at once."""
+    from urllib.request import getproxies  # half of the time that a warm run takes to import the registry
+
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     url = urlsplit(ENDPOINT)
