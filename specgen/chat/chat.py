@@ -268,7 +268,8 @@ class Chat:
                 break
             if len(text) < 2:
                 return earlier
-            text = text[-int(len(text) * min(0.9, budget / len(prompt.ids))) :]
+            kept = int(len(text) * min(0.9, budget / len(prompt.ids)))
+            text = text[len(text) - kept :]
         options = RunOptions(SamplingOptions(), max_tokens=most)
         finished = None
         for event in self.session.generate(prompt, options, cancel):
