@@ -95,7 +95,7 @@ def chat(
     specgen chat
     specgen chat --continue
     specgen chat --session recipes --system "You are a cook."
-    specgen chat -m qwen3-0.6b --think hide --on-full slide
+    specgen chat -m qwen3-4b-awq --think hide --on-full slide
     """
     console = Console.of(context)
     apply_output_flags(console, display)
