@@ -6,6 +6,8 @@ are used whether or not the config says `zero_point`: where it says no, they are
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def awq_version(checkpoint: Checkpoint) -> str | None:
     return str(version).lower().replace("-", "_")
 
 
-class _Awq:
+class _Awq(ABC):
     """What the layouts share: the claim, the checks of the config."""
 
     version: str
@@ -54,8 +56,9 @@ class _Awq:
             raise module.error("qweight", f"is for the shape {shape}, which words of 8 values do not divide")
         return to_device(self.decode(module, shape, group), device)
 
+    @abstractmethod
     def decode(self, module: Module, shape: tuple[int, int], group: int) -> GroupedInt4:
-        raise NotImplementedError
+        """The module's tensors, whose layout is this version's own, as a packed weight (N, K)."""
 
 
 class AwqGemm(_Awq):
