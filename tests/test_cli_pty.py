@@ -135,7 +135,9 @@ def test_a_second_ctrl_c_leaves_at_once_and_restores_the_terminal(opened: Open) 
     terminal = opened(script, "-p", "x")
     assert termios.tcgetattr(terminal.process.child_fd)[3] & termios.ECHO
     terminal.until("word")
-    assert not termios.tcgetattr(terminal.process.child_fd)[3] & termios.ECHO
+    local = termios.tcgetattr(terminal.process.child_fd)[3]
+    assert not local & termios.ECHO
+    assert local & termios.NOFLSH, "^C must not discard half of a redrawn line"
     terminal.process.send("\x03")
     terminal.read(0.3)
     terminal.process.send("\x03")

@@ -337,8 +337,8 @@ def test_a_second_question_before_the_answer_is_refused(start: Start) -> None:
     link.settimeout(5)
     while link.recv(65536):
         pass  # it was let go
-    _until(lambda: worker.shared.status().state == "idle")
-    assert worker.shared.requests.empty()
+    # The second question is dropped; a reminder to look whether to go on may still be in the queue.
+    _until(lambda: worker.shared.status().state == "idle" and worker.shared.requests.empty())
 
 
 @pytest.mark.parametrize(("field", "value"), [("gamma", 99), ("max_tokens", 0), ("stop", [""])])

@@ -33,14 +33,15 @@ def terminal_size(fd: int | None) -> tuple[int, int]:
 
 @contextmanager
 def unechoed(fd: int | None) -> Iterator[Callable[[], None]]:
-    """Keys (^C among them) are not shown on the terminal `fd` while the block runs; yields what restores it early."""
+    """Keys (^C among them) are not shown on the terminal `fd` while the block runs, and ^C does not throw away what the
+    terminal has not shown yet, which could be half of a redrawn line; yields what restores it early."""
     # A background job that changes the terminal would be stopped.
     if fd is None or not os.isatty(fd) or os.tcgetpgrp(fd) != os.getpgrp():
         yield lambda: None
         return
     before = termios.tcgetattr(fd)
     silent = [*before]
-    silent[3] &= ~termios.ECHO
+    silent[3] = (silent[3] & ~termios.ECHO) | termios.NOFLSH
 
     def restore() -> None:
         termios.tcsetattr(fd, termios.TCSANOW, before)
