@@ -22,6 +22,7 @@ from specgen.cli.measure_flags import (
     apply_report_flags,
     chosen_setting,
     chosen_workloads,
+    fitting_cases,
 )
 from specgen.cli.run import find_draft, find_model, load_options, load_session
 from specgen.errors import ExitCode, SpecgenError, UsageError
@@ -73,11 +74,8 @@ def bench(
     ref = find_model(model)
     session = load_session(console, ref, load_options(model), find_draft(model, ref))
     from specgen.measure.bench import Bench
-    from specgen.measure.runs import make_cases
 
-    cases, left_out = make_cases(session, loads, texts.sampling, flags.max_tokens)  # type: ignore[arg-type]
-    for load in left_out:
-        console.note(f"{load} is left out: it does not fit into the context")
+    cases = fitting_cases(console, session, loads, texts, flags.max_tokens)
     with progress_bar(console) as progress:
         result = Bench(session, cases, chosen, flags.rounds).run(progress)
     _tell(console, result, session.report(), flags, json=report.json)

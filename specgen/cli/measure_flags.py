@@ -18,7 +18,9 @@ from specgen.errors import UsageError
 from specgen.options import MAX_GAMMA, ProposerName, check_choice, check_range
 
 if TYPE_CHECKING:
+    from specgen.measure.runs import Case
     from specgen.measure.workloads import Workload
+    from specgen.session import Session
     from specgen.tune.setting import Setting
 
 _texts = partial(typer.Option, rich_help_panel="Prompts")
@@ -115,3 +117,15 @@ def chosen_workloads(flags: WorkloadFlags, per_kind: int | None = None) -> list[
         if counts[load.kind] <= per_kind:
             kept.append(load)
     return kinds_in_turn(kept)
+
+
+def fitting_cases(
+    console: Console, session: Session, loads: list[Workload], flags: WorkloadFlags, max_tokens: int
+) -> list[Case]:
+    """What is measured of `loads`; prompts that the context does not hold are named in a note."""
+    from specgen.measure.runs import make_cases
+
+    cases, left_out = make_cases(session, loads, flags.sampling, max_tokens)  # type: ignore[arg-type]
+    for load in left_out:
+        console.note(f"{load} is left out: it does not fit into the context")
+    return cases

@@ -15,7 +15,7 @@ import typer
 from specgen.cli.charts import Column, bars, columns_of, print_json, print_lines, progress_bar, table
 from specgen.cli.console import Console
 from specgen.cli.flags import ModelFlags
-from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads
+from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads, fitting_cases
 from specgen.cli.outfile import OutFile
 from specgen.cli.plot import draw, plot_format
 from specgen.cli.run import find_draft, find_model, load_options, load_session
@@ -72,11 +72,8 @@ def profile(
     ref = find_model(model)
     session = load_session(console, ref, load_options(model), find_draft(model, ref))
     from specgen.measure.profile import Profiler
-    from specgen.measure.runs import make_cases
 
-    cases, left_out = make_cases(session, loads, texts.sampling, flags.max_tokens)  # type: ignore[arg-type]
-    for load in left_out:
-        console.note(f"{load} is left out: it does not fit into the context")
+    cases = fitting_cases(console, session, loads, texts, flags.max_tokens)
     sweep = _sweep(flags, contexts, session.engine.cache.capacity)
     with progress_bar(console) as progress:
         found = Profiler(session, cases, sweep).run(progress)

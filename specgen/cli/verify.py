@@ -14,7 +14,7 @@ import typer
 from specgen.cli.charts import print_json, print_lines, progress_bar
 from specgen.cli.console import Console
 from specgen.cli.flags import ModelFlags
-from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads
+from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads, fitting_cases
 from specgen.cli.run import find_draft, find_model, load_options, load_session
 from specgen.errors import ExitCode
 from specgen.options import check_range
@@ -51,12 +51,9 @@ def verify(
     console.answer()
     ref = find_model(model)
     session = load_session(console, ref, load_options(model), find_draft(model, ref))
-    from specgen.measure.runs import make_cases
     from specgen.measure.verify import verify as all_claims
 
-    cases, left_out = make_cases(session, loads, texts.sampling, flags.max_tokens)  # type: ignore[arg-type]
-    for load in left_out:
-        console.note(f"{load} is left out: it does not fit into the context")
+    cases = fitting_cases(console, session, loads, texts, flags.max_tokens)
     claims: list[Claim] = []
     with progress_bar(console) as progress:
         for claim in all_claims(session, cases, progress):
