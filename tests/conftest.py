@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined, so this stands before any import of one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
