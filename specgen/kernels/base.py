@@ -10,8 +10,10 @@ Letters: R rows, K inputs, N outputs, V vocabulary, D head dim, S cached rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from specgen.weights.packed import QuantLinear
@@ -59,6 +61,65 @@ class Attend:
     @property
     def is_chain(self) -> bool:
         return all(parent == row - 1 for row, parent in enumerate(self.parents))
+
+
+@lru_cache(maxsize=64)
+def _chain_path(width: int) -> Tensor:
+    return torch.arange(width, dtype=torch.int32).repeat(width, 1)
+
+
+@lru_cache(maxsize=64)
+def _tree_path(parents: tuple[int, ...], width: int) -> Tensor:
+    path = torch.zeros(width, width, dtype=torch.int32)
+    found: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        found.append([*(found[parent] if parent >= 0 else ()), row])
+        path[row, : len(found[row])] = torch.tensor(found[row], dtype=torch.int32)
+    return path
+
+
+def pack_attend(attend: Attend, width: int) -> Tensor:
+    """`attend`, padded to `width` rows, as one int32 vector on the host: start, rows, positions (W,), path (W, W)."""
+    rows = len(attend.positions)
+    assert 0 < rows <= width
+    head = torch.tensor([attend.start, rows, *attend.positions, *[attend.start] * (width - rows)], dtype=torch.int32)
+    path = _chain_path(width) if attend.is_chain else _tree_path(attend.parents, width)
+    return torch.cat((head, path.view(-1)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAttend:
+    """`Attend` as tensors on the device, so that a captured graph takes the step's place from memory.
+
+    W is the width of the step. Only the first `rows` rows are real: the others write no K, V and nobody reads their
+    results. The fields are views of one vector, so a new step costs one copy.
+    """
+
+    start: Tensor  # (1,) int32: slot and position of row 0
+    rows: Tensor  # (1,) int32
+    positions: Tensor  # (W,) int32; padding rows stand at `start`
+    path: Tensor  # (W, W) int32: path[r, i] = r's ancestor (or r itself) at position start + i ≤ positions[r]
+    packed: Tensor  # (2 + W + W²,) int32: all of the above
+
+    @classmethod
+    def over(cls, packed: Tensor, width: int) -> DeviceAttend:
+        """Views of a vector laid out by `pack_attend`."""
+        assert packed.shape == (2 + width + width * width,)
+        path = packed[2 + width :].view(width, width)
+        return cls(packed[:1], packed[1:2], packed[2 : 2 + width], path, packed)
+
+    @property
+    def width(self) -> int:
+        return len(self.positions)
+
+    def write(self, attend: Attend) -> None:
+        """Put another step, of at most W rows, into the same memory."""
+        self.packed.copy_(pack_attend(attend, self.width), non_blocking=True)
+
+
+def device_attend(attend: Attend, width: int, device: torch.device | str) -> DeviceAttend:
+    """`attend`, padded to `width` rows, on `device`."""
+    return DeviceAttend.over(pack_attend(attend, width).to(device), width)
 
 
 NON_FINITE = -1
