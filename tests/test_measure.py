@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_session import CONTEXT, COPY, tiny_cases, tiny_file, tiny_loads, tiny_session
 
+from specgen.cli.profile import ProfileFlags, _sweep
 from specgen.errors import ContextFullError, UsageError
 from specgen.measure import tuner as tuner_module
 from specgen.measure.bench import Bench
@@ -27,7 +28,7 @@ from specgen.tune.controller import FixedGamma
 from specgen.tune.plan import PlanBook, PlanStore
 from specgen.tune.predict import Costs
 from specgen.tune.replay import replay
-from specgen.tune.search import lookup_proposer
+from specgen.tune.search import TREES, lookup_proposer
 from specgen.tune.setting import PLAIN, Setting
 
 
@@ -65,14 +66,24 @@ def test_prompts_that_do_not_fit_are_named(session: Session) -> None:
         make_cases(session, [long], "greedy")
 
 
-@pytest.mark.parametrize("setting", [Setting("ngram", 1), Setting("ngram", 4, 3, 1), Setting("ngram", 8), PLAIN])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("ngram", 1),
+        Setting("ngram", 4, 3, 1),
+        Setting("ngram", 8),
+        Setting("ngram", 3, 3, 1, tree=2),
+        Setting("ngram", 4, tree=3),
+        PLAIN,
+    ],
+)
 def test_replay_of_a_plain_run_counts_what_the_session_counts(session: Session, setting: Setting) -> None:
     costs = Costs({0: {1: 1.0}})
     for case in tiny_cases(session):
         trace = trace_of(run_case(session, case, PLAIN), session)
         measured = run_case(session, case, setting).finished.record
         assert setting.gamma is not None
-        predicted = replay(trace, lookup_proposer(setting, trace), FixedGamma(setting.gamma), costs)
+        predicted = replay(trace, lookup_proposer(setting, trace), FixedGamma(setting.gamma, setting.tree), costs)
         counts = [[(c.proposed, c.accepted, c.committed, c.ending) for c in r.cycles] for r in (predicted, measured)]
         assert counts[0] == counts[1]
         assert predicted.yield_tokens == measured.yield_tokens
@@ -161,6 +172,32 @@ def test_tune_chooses_only_what_it_measured(session: Session) -> None:
     assert {plan.costs.steps.keys() == result.costs.steps.keys() for plan in plans} == {True}
 
 
+def test_tune_searches_trees(session: Session) -> None:
+    _, result = tune(session, sampling="greedy")
+    assert {p.setting.tree for p in result.tuned[0].predictions} == {1, *TREES}
+
+
+def test_a_replay_that_forgets_the_width_counts_differently(session: Session) -> None:
+    """Mutant: the tree is replayed as a chain of as many nodes."""
+    setting, costs = Setting("ngram", 4, 3, 1, tree=3), Costs({0: {1: 1.0}})
+    texts = (
+        "hello world 12 hello there 34 hello",
+        "ab ac ab ad ab ac ab",
+        "hello hello world hello 12 hello fox hello",
+    )
+    forked = [Workload("forked", str(i), text, SamplingOptions(), 32) for i, text in enumerate(texts)]
+    alike: dict[int, list[bool]] = {3: [], 1: []}
+    for case in make_cases(session, forked, "greedy")[0]:
+        trace = trace_of(run_case(session, case, PLAIN), session)
+        measured = [(c.proposed, c.depth) for c in run_case(session, case, setting).finished.record.cycles]
+        for width, found in alike.items():
+            proposer = lookup_proposer(replace(setting, tree=width), trace)
+            cycles = replay(trace, proposer, FixedGamma(4, 3), costs).cycles
+            found.append([(c.proposed, c.depth) for c in cycles] == measured)
+    assert all(alike[3])
+    assert not all(alike[1])
+
+
 def test_a_stored_plan_is_used_and_told(session: Session, tmp_path: Path) -> None:
     _, result = tune(session)
     store = PlanStore(tmp_path)
@@ -241,6 +278,14 @@ def test_noise_keeps_plain(session: Session, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tuner_module, "_figures", lambda record: (next(factors), next(factors)))
     _, result = tune(session, sampling="greedy")
     assert result.tuned[0].choice.setting == PLAIN
+
+
+def test_every_tree_that_profile_shows_is_measured() -> None:
+    for flags in (ProfileFlags(), ProfileFlags(exhaustive=True)):
+        sweep = _sweep(flags, [], CONTEXT)
+        trees = {setting for setting in sweep.predicted if setting.tree > 1}
+        assert {setting.tree for setting in trees} == set(TREES)
+        assert trees <= set(sweep.measured) <= set(sweep.predicted)
 
 
 def test_profile_sweeps_predicted_and_measured(session: Session) -> None:

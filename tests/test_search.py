@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from specgen.tune.predict import Costs
 from specgen.tune.replay import Trace
 from specgen.tune.search import (
+    TREES,
     Confirmed,
     Interval,
     candidates,
@@ -17,6 +19,7 @@ from specgen.tune.search import (
     ranked,
     search,
     shortlist,
+    tree_candidates,
 )
 from specgen.tune.setting import PLAIN, Setting
 
@@ -73,6 +76,27 @@ def test_shortlist_holds_an_adaptive_setting_and_no_plain() -> None:
     assert len(few) == 2
     assert PLAIN not in few
     assert any(setting.gamma is None for setting in few)
+
+
+def test_the_best_chains_are_tried_as_trees_within_the_calibrated_rows() -> None:
+    found = predictions(FLAT, loop=LOOP)
+    trees = tree_candidates(found)
+    assert trees
+    assert {tree.tree for tree in trees} <= set(TREES)
+    assert all(1 + tree.gamma * tree.tree <= max(FLAT.steps[0]) for tree in trees)
+    chains = [p.setting for p in ranked(found)]
+    assert all(replace(tree, tree=1) in chains for tree in trees)
+
+
+def test_a_tree_wins_where_the_last_match_misleads_and_rows_are_free() -> None:
+    # The same context goes on in two ways in turns: the latest occurrence is always the wrong one.
+    forked = (1, 2, 3, 50, 1, 2, 3, 60) * 12
+    found = predictions(FLAT, forked=forked)
+    trees = list(search(tree_candidates(found), {"forked": [trace(forked)]}, FLAT))
+    chain = {p.setting: p for p in found}
+    gains = [p.yields["forked"] / chain[replace(p.setting, tree=1)].yields["forked"] for p in trees]
+    assert min(gains) >= 1.0
+    assert max(gains) > 1.0
 
 
 def test_p95_prefers_plain_when_wide_steps_are_slow() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 QUICK_GAMMAS = (1, 2, 4, 8)
-TREES = (2, 4)
+TREE_GAMMAS = (2, 4)
 
 _profile = partial(typer.Option, rich_help_panel="Measurement")
 
@@ -113,17 +113,17 @@ def _with_hard_kind(loads: list[Workload], texts: WorkloadFlags) -> list[Workloa
 def _sweep(flags: ProfileFlags, contexts: Sequence[int], capacity: int) -> Sweep:
     from specgen.measure.calibrate import ROWS, contexts_for
     from specgen.measure.profile import Sweep
-    from specgen.tune.search import candidates
+    from specgen.tune.search import TREES, candidates
     from specgen.tune.setting import PLAIN, Setting
 
     for number in contexts:
         if number + max(ROWS) > capacity:
             raise UsageError(f"--contexts has {number}, and the context is {capacity} tokens", hint="raise --ctx")
     known = candidates()
-    trees = [Setting("ngram", gamma, tree=width) for width in TREES for gamma in (2, 4)]
+    trees = [Setting("ngram", gamma, tree=width) for width in TREES for gamma in TREE_GAMMAS]
     predicted = [*known, *trees]
     quick = [PLAIN, *(Setting("ngram", gamma) for gamma in (*QUICK_GAMMAS, None))]
-    measured = known if flags.exhaustive else quick
+    measured = predicted if flags.exhaustive else [*quick, *trees]
     return Sweep(contexts or contexts_for(capacity), predicted, measured, rounds=flags.rounds)
 
 

@@ -34,6 +34,7 @@ from specgen.tune.search import (
     ranked,
     search,
     shortlist,
+    tree_candidates,
 )
 from specgen.tune.setting import PLAIN, Setting
 
@@ -79,8 +80,9 @@ class Tuned:
 
     @property
     def fixed_gamma(self) -> int:
-        """Of the best setting whose γ stays the same."""
-        return next((p.setting.gamma for p in ranked(self.predictions) if p.setting.gamma is not None), 0)
+        """Of the best chain whose γ stays the same: servers that look up know no trees."""
+        chains = (p.setting for p in ranked(self.predictions) if p.setting.tree == 1)
+        return next((setting.gamma for setting in chains if setting.gamma is not None), 0)
 
     def predicted(self, setting: Setting, objective: Objective) -> dict[str, float]:
         found = next(p for p in self.predictions if p.setting == setting)
@@ -220,15 +222,24 @@ class Tuner:
             if case.id in recorded and case.temperature == temperature
         ]
         traces = {case.id: self._trace(case, recorded[case.id].answer) for case in cases}
-        predictions: list[Prediction] = []
-        for prediction in search(candidates(), _by_kind(cases, traces), costs):
-            self._tell(f"replaying {temperature}: {prediction.setting.label}")
-            predictions.append(prediction)
+        by_kind = _by_kind(cases, traces)
+        predictions = self._predict(candidates(), by_kind, costs)
+        predictions += self._predict(tree_candidates(predictions, self._options.objective), by_kind, costs)
         self._known = costs
         confirmed = self._confirm(cases, traces, self._worth_running(predictions), classes_left)
         speeds = [speed for case in cases if (speed := recorded[case.id].tok_s) is not None]
         context = context_class(int(median(len(case.prompt.ids) for case in cases)))
         return Tuned(temperature, context, predictions, confirmed, choose(confirmed), median(speeds or [0.0]))
+
+    def _predict(
+        self, settings: Sequence[Setting], by_kind: Mapping[str, Sequence[Trace]], costs: Costs
+    ) -> list[Prediction]:
+        """Replay every setting."""
+        found: list[Prediction] = []
+        for prediction in search(settings, by_kind, costs):
+            self._tell(f"replaying {prediction.setting.label}")
+            found.append(prediction)
+        return found
 
     def _trace(self, case: Case, answer: tuple[int, ...]) -> Trace:
         engine = self._session.engine

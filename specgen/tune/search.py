@@ -7,7 +7,7 @@ A speedup is a setting's speed over plain decoding's on the same text; over kind
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import Literal
@@ -27,6 +27,10 @@ Objective = Literal["tok/s", "p95"]
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 NGRAMS = ((2, 4), (1, 3), (2, 6), (3, 6), (4, 8))
 """Smallest and largest n-gram that are tried."""
+TREES = (2, 3)
+"""Continuations at each place that are tried, for the best chains."""
+TREE_CHAINS = 3
+"""How many chains are tried as trees."""
 FLOOR = 0.97
 """A setting that makes any kind of text slower than this share of plain decoding is not chosen."""
 CERTAINTY = 1.645
@@ -41,6 +45,18 @@ def candidates(gammas: Sequence[int] = GAMMAS, ngrams: Sequence[tuple[int, int]]
     for n_min, n_max in ngrams:
         found += [Setting("ngram", gamma, n_max, n_min) for gamma in (None, *gammas)]
     return found
+
+
+def tree_candidates(predictions: Sequence[Prediction], objective: Objective = "tok/s") -> list[Setting]:
+    """The best lookups of a fixed γ as trees, where all rows of such a step are calibrated."""
+    order = [p.setting for p in ranked(predictions, objective)]
+    chains = [setting for setting in order if setting.proposer == "ngram" and _fits(setting, min(TREES))]
+    return [replace(chain, tree=width) for chain in chains[:TREE_CHAINS] for width in TREES if _fits(chain, width)]
+
+
+def _fits(chain: Setting, width: int) -> bool:
+    """Whether a tree of the chain's levels has no more rows than are calibrated."""
+    return chain.gamma is not None and chain.gamma * width <= MAX_GAMMA
 
 
 def lookup_proposer(setting: Setting, trace: Trace) -> Proposer:
