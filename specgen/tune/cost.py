@@ -1,15 +1,25 @@
 """What a step costs: the table t(R).
 
 Knows: milliseconds seen for steps of R rows. Does not know: what ran them.
+
+Machines are shared: a single step may take three times as long as the next, and minutes may be slower than others. So
+a row count is worth the median of its latest measurements, and what all of them have in common, the pace of the
+moment, is kept apart: a row count that was not tried for long follows the pace all the same.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 
-WEIGHT_LIMIT = 8.0
-"""Old measurements fade: a row count remembers about this many of its latest steps."""
+RECENT = 9
+"""Latest measurements that a row count remembers."""
+TRUST = 4
+"""Of those, as many are taken to be what a calibrated table says."""
+PACE = 7
+"""Latest steps that say how fast the machine is now."""
 
 
 class CostTable:
@@ -18,19 +28,22 @@ class CostTable:
     def __init__(self, slope: float = 0.12, known_ms: Mapping[int, float] | None = None) -> None:
         """slope: assumed (t(R + 1) - t(R)) / t(1) before anything is known; known_ms: a calibrated table."""
         self.slope = slope
-        self._ms: dict[int, float] = dict(known_ms or {})
-        self._weight: dict[int, float] = dict.fromkeys(self._ms, WEIGHT_LIMIT)
+        # Milliseconds at pace 1.
+        self._ms = {rows: deque([ms] * TRUST, RECENT) for rows, ms in (known_ms or {}).items()}
+        self._paces: deque[float] = deque([1.0] * TRUST, PACE)
         self._points: list[tuple[int, float]] | None = None  # of `_monotone`, until the next measurement
 
     def observe(self, rows: int, ms: float) -> None:
-        """A step of `rows` rows took `ms`. An outlier (a pause of the machine) moves the mean by a bounded amount."""
+        """A step of `rows` rows took `ms`."""
+        pace = median(self._paces)
+        if rows not in self._ms:
+            # One measurement may be an outlier: what its neighbours let expect counts as another.
+            self._ms[rows] = deque([] if self.is_empty else [self.step_ms(rows) / pace], RECENT)
+        seen = self._ms[rows]
+        if len(seen) >= TRUST:
+            self._paces.append(ms / max(1e-9, median(seen)))
+        seen.append(ms / pace)
         self._points = None
-        weight = self._weight.get(rows, 0.0)
-        if weight:
-            ms = min(ms, 3.0 * self._ms[rows])
-        self._weight[rows] = min(WEIGHT_LIMIT, weight + 1.0)
-        old = self._ms.get(rows, ms)
-        self._ms[rows] = old + (ms - old) / self._weight[rows]
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +52,9 @@ class CostTable:
 
     @property
     def known(self) -> dict[int, float]:
-        return dict(sorted(self._ms.items()))
+        """Milliseconds of the row counts that were measured, as of now."""
+        pace = median(self._paces)
+        return {rows: pace * median(seen) for rows, seen in sorted(self._ms.items())}
 
     def ratio(self, rows: int) -> float:
         """t(rows) / t(1) ≥ 1."""
@@ -51,7 +66,7 @@ class CostTable:
             self._points = self._monotone()
         points = self._points
         if not points:
-            return 1.0 + self.slope * (rows - 1)
+            return self._line(rows)
         index = bisect_left(points, (rows, 0.0))  # the first point that is as wide
         if index == len(points):
             return self._beyond(points, rows)
@@ -60,23 +75,27 @@ class CostTable:
             return m1
         if index == 0:
             # Only wider steps are known: assume the slope between.
-            return m1 * (1.0 + self.slope * (rows - 1)) / (1.0 + self.slope * (r1 - 1))
+            return m1 * self._line(rows) / self._line(r1)
         r0, m0 = points[index - 1]
         return m0 + (m1 - m0) * (rows - r0) / (r1 - r0)
+
+    def _line(self, rows: int) -> float:
+        """What is assumed of t(rows) / t(1)."""
+        return 1.0 + self.slope * (rows - 1)
 
     def _beyond(self, points: list[tuple[int, float]], rows: int) -> float:
         """Extrapolation by the measured slope: hopeful, so that wider steps get tried, and then known."""
         (r0, m0), (r1, m1) = points[0], points[-1]
         if r0 == r1:
-            return m1 * (1.0 + self.slope * (rows - 1)) / (1.0 + self.slope * (r1 - 1))
+            return m1 * self._line(rows) / self._line(r1)
         return m1 + (m1 - m0) / (r1 - r0) * (rows - r1)
 
     def _monotone(self) -> list[tuple[int, float]]:
         """The measured points made non-decreasing (pool adjacent violators, weighted)."""
+        pace = median(self._paces)
         pools: list[list[float]] = []  # [weighted mean, weight, count of points]
-        rows = sorted(self._ms)
-        for r in rows:
-            pools.append([self._ms[r], self._weight[r], 1])
+        for _, seen in sorted(self._ms.items()):
+            pools.append([pace * median(seen), len(seen), 1])
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                 mean, weight, count = pools.pop()
                 last = pools[-1]
@@ -84,4 +103,4 @@ class CostTable:
                 last[1] += weight
                 last[2] += count
         levels = [mean for mean, _, count in pools for _ in range(int(count))]
-        return list(zip(rows, levels, strict=True))
+        return list(zip(sorted(self._ms), levels, strict=True))
