@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from specgen.registry import ModelRef, Progress, pull
 from specgen.sampling import Sampler
 from specgen.speculation import LoadedDraft, Speculation
 from specgen.step import EagerRunner
+from specgen.steptime import quick_costs
 from specgen.text.answer import AnswerText
 from specgen.text.compatible import check_same_tokens
 from specgen.text.constrained import GrammarConstraint, GrammarCut, GrammarVocabulary
@@ -48,6 +50,7 @@ from specgen.text.grammar import compile_grammar
 from specgen.text.template import render_chat, starts_with_bos
 from specgen.text.think import THINK_VARIABLES, ThinkSplitter, opens_thought
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
+from specgen.tune.cost_store import CostStore
 from specgen.tune.plan import PlanBook, PlanStore, Scope
 from specgen.weights.base import Checkpoint
 from specgen.weights.checkpoint import open_checkpoint
@@ -113,6 +116,7 @@ def load(
     )
     session = Session(speculation, kernels, target.tokenizer, loaded)
     session.refresh_plans()
+    session.recall_costs()
     return session
 
 
@@ -214,6 +218,12 @@ class Session:
     def refresh_plans(self) -> None:
         """Use what `specgen tune` has found for this model and machine by now."""
         self.use_plans(PlanStore().book(self.scope))
+
+    def recall_costs(self) -> None:
+        """Where nothing was tuned, begin with what earlier answers found out about t(R)."""
+        measure = partial(quick_costs, self.engine, self.loaded.spec.vocab)
+        self.speculation.recall_costs(CostStore(self.scope), measure)
+        self.use_plans(self.plans)
 
     def use_plans(self, plans: PlanBook) -> None:
         """What `specgen tune` found, for answers whose speculation is left to us; its costs are where `--gamma auto`

@@ -7,7 +7,7 @@ skip set). Does not know: strings, files of models, events.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specgen.engine import Engine, GammaPolicy
@@ -27,6 +27,7 @@ from specgen.sampling import Sampler
 from specgen.step import EagerRunner
 from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
 from specgen.tune.cost import CostTable
+from specgen.tune.cost_store import CostStore
 from specgen.tune.skip_search import SkipChoice, SkipSearch
 from specgen.tune.skip_store import SkipStore
 
@@ -66,6 +67,8 @@ class Speculation:
     missing_draft: str | None = None  # why there is none although one was named
     store: NgramStore | None = None
     costs: CostTable = field(default_factory=CostTable)
+    learned_ms: dict[int, float] = field(default_factory=dict)  # t(R) as the last answers found it
+    _cost_store: CostStore | None = None
     _policies: dict[int, AutoGamma] = field(default_factory=dict)  # by width
     _earlier: dict[tuple[int, int], NgramIndex] = field(default_factory=dict)  # by (n_max, n_min)
     _skip: SkipChoice | None = None
@@ -78,7 +81,11 @@ class Speculation:
         return Start(self._proposer(name, options, sampler, policy), policy, (*notices, *self._store_notice()))
 
     def finish(self, committed: Sequence[int]) -> None:
-        """An answer is complete: prompt and answer are kept for later look-ups, where that was asked for."""
+        """An answer is complete: what it taught of t(R) is kept, and prompt and answer for later look-ups where that was
+        asked for."""
+        if self.costs.known != self.learned_ms:
+            self.learned_ms = self.costs.known
+            self._keep_costs()
         if self.store is not None:
             self.store.add(committed)
             self._earlier.clear()
@@ -87,6 +94,21 @@ class Speculation:
         """A calibrated t(R)."""
         self.costs = costs
         self._policies.clear()
+
+    def recall_costs(self, store: CostStore, measure: Callable[[], dict[int, float]]) -> None:
+        """Go on with the t(R) that earlier answers found; where there were none, `measure` it, which takes a moment."""
+        self._cost_store = store
+        self.learned_ms = store.load() or measure()
+        self._keep_costs()
+        self.use_costs(CostTable(known_ms=self.learned_ms))
+
+    def _keep_costs(self) -> None:
+        if self._cost_store is None or not self.learned_ms:
+            return
+        try:
+            self._cost_store.save(self.learned_ms)
+        except SpecgenError:
+            self._cost_store = None  # a full disk or a read-only folder: the next start measures again
 
     def _resolved(self, options: RunOptions) -> str:
         """The proposer by its own name."""

@@ -18,15 +18,12 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test talks to a worker that the user keeps alive."""
-    before = os.environ.get("SPECGEN_RUNTIME")
-    os.environ["SPECGEN_RUNTIME"] = str(tmp_path_factory.mktemp("run"))
-    yield
-    if before is None:
-        del os.environ["SPECGEN_RUNTIME"]
-    else:
-        os.environ["SPECGEN_RUNTIME"] = before
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test talks to a worker that the user keeps alive, or reads and writes what specgen learned for the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECGEN_RUNTIME", str(tmp_path_factory.mktemp("run")))
+        patch.setenv("SPECGEN_DATA", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(scope="session")

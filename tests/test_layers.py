@@ -41,6 +41,7 @@ RANKS = {
     "machine": 9,
     "tune": 9,
     "speculation": 10,
+    "steptime": 10,
     "text": 10,
     "registry": 10,
     "session": 11,

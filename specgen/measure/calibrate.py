@@ -6,16 +6,16 @@ Knows: the session's runner and cache. Does not know: what is made of the table.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.engine import Engine
 from specgen.measure.runs import Report, silent
 from specgen.measure.timer import in_turns
 from specgen.options import MAX_GAMMA, NgramOptions
 from specgen.propose.ngram import NgramProposer
 from specgen.records import RunRecord
+from specgen.steptime import fill_cache, step_task
 from specgen.tune.predict import ProposeMs
 from specgen.tune.replay import Trace
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17)
 CONTEXTS = (128, 1024, 4096)
-SEED_TOKENS = 128
-"""Really computed; longer contexts repeat their keys and values, which costs a step the same."""
 
 assert max(ROWS) == MAX_GAMMA + 1
 
@@ -46,46 +44,13 @@ def calibrate(
     try:
         for number, context in enumerate(contexts):
             report(number, len(contexts), f"steps after {context} tokens")
-            _fill(engine, context, session.loaded.spec.vocab)
-            tasks = {str(count): _step(engine, count, session.loaded.spec.vocab) for count in fitting}
+            fill_cache(engine, context, session.loaded.spec.vocab)
+            tasks = {str(count): step_task(engine, count, session.loaded.spec.vocab) for count in fitting}
             in_turns(tasks, 1)  # warm-up
             found[context] = {int(name): times for name, times in in_turns(tasks, repeats).items()}
     finally:
         engine.rewind(0)
     return found
-
-
-def _fill(engine: Engine, context: int, vocab: int) -> None:
-    """Bring `context` slots of the cache into use."""
-    cache = engine.cache
-    engine.rewind(0)
-    cache.rollback(0)
-    seed = min(SEED_TOKENS, context)
-    with cache.transaction(seed):
-        engine.runner.prefill([(7 * i + 3) % vocab for i in range(seed)], cache)
-        cache.commit(seed)
-    for layer in cache.layers:
-        for tensor in (layer.k, layer.v, layer.k_scale, layer.v_scale):
-            if tensor is not None:
-                for start in range(seed, context, seed):
-                    stop = min(start + seed, context)
-                    tensor[:, start:stop] = tensor[:, : stop - start]
-    if context > seed:
-        with cache.transaction(context - seed):
-            cache.commit(context - seed)
-
-
-def _step(engine: Engine, rows: int, vocab: int) -> Callable[[], float]:
-    tokens = [(11 * row + 5) % vocab for row in range(rows)]
-    parents = range(-1, rows - 1)
-
-    def step() -> float:
-        with engine.cache.transaction(rows):
-            begin = time.perf_counter()
-            engine.runner.step(tokens, parents, engine.cache)
-            return 1e3 * (time.perf_counter() - begin)
-
-    return step
 
 
 def medians(times: dict[int, dict[int, list[float]]]) -> dict[int, dict[int, float]]:

@@ -111,12 +111,13 @@ def run_case(
     session: Session, case: Case, setting: Setting | None, *, fresh: bool = True, costs: Costs | None = None
 ) -> Run:
     """Answer `case` as a new session would: from an empty cache (unless not `fresh`: a prompt that is still cached is
-    then not computed again), and with no estimates but `costs` (None: those of the stored plan, if there is one).
-    Setting None: as `specgen run` would, stored plan included."""
+    then not computed again), and with no estimates but `costs` (None: those of the stored plan, else what earlier
+    answers found). Setting None: as `specgen run` would, stored plan included."""
     if fresh:
         session.engine.rewind(0)
     known = costs or session.plans.costs
-    session.speculation.use_costs(CostTable() if known is None else known.at(len(case.prompt.ids)))
+    learned = CostTable(known_ms=session.speculation.learned_ms)
+    session.speculation.use_costs(learned if known is None else known.at(len(case.prompt.ids)))
     options = case.options if setting is None else setting.options(case.options)
     started: Started | None = None
     last: Event | None = None

@@ -1,0 +1,101 @@
+"""What answers teach of t(R) is kept for the next start, and damaged files are no table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from test_speculation import answer, speculation
+from tiny_session import tiny_file, tiny_session
+
+from specgen.options import RunOptions
+from specgen.speculation import Speculation
+from specgen.steptime import QUICK_ROWS, quick_costs
+from specgen.tune.cost_store import CostStore
+from specgen.tune.plan import Scope
+
+SCOPE = Scope("ab" * 32, "a processor, 2 threads", "specgen 0")
+OTHER = Scope("ab" * 32, "a processor, 1 thread", "specgen 0")
+TABLE = {1: 4.0, 2: 4.5, 9: 13.25}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CostStore:
+    return CostStore(SCOPE, tmp_path)
+
+
+def test_a_table_comes_back(store: CostStore, tmp_path: Path) -> None:
+    assert store.load() is None
+    store.save(TABLE)
+    assert store.load() == TABLE
+    assert CostStore(OTHER, tmp_path).load() is None
+
+
+def damaged() -> Iterator[object]:
+    good = {"schema": 1, "scope": asdict(SCOPE), "step_ms": {"1": 4.0}}
+    yield {**good, "schema": 2}
+    yield {**good, "scope": asdict(OTHER)}
+    yield {**good, "more": 1}
+    yield {key: value for key, value in good.items() if key != "scope"}
+    for table in ([], {"0": 1.0}, {"1": -1.0}, {"1": "four"}, {"one": 1.0}, {"100000": 1.0}, {"1": None}, {"1": 1e300}):
+        yield {**good, "step_ms": table}
+    yield []
+
+
+@pytest.mark.parametrize("value", list(damaged()), ids=str)
+def test_a_damaged_file_is_no_table(store: CostStore, value: object) -> None:
+    store.save(TABLE)
+    store.path.write_text(json.dumps(value))
+    assert store.load() is None
+
+
+def measured_never() -> dict[int, float]:
+    raise AssertionError("there is a table already")
+
+
+def test_answers_teach_and_the_next_session_begins_with_it(store: CostStore) -> None:
+    first = speculation(draft_seed=None)
+    first.recall_costs(store, lambda: dict(TABLE))
+    assert store.load() == TABLE
+    answer(first, RunOptions(proposer="ngram"))
+    first.finish([1, 2, 3])
+    kept = store.load()
+    assert kept is not None
+    assert kept != TABLE
+    second = speculation(draft_seed=None)
+    second.recall_costs(store, measured_never)
+    assert second.costs.known == pytest.approx(kept)
+    assert second.learned_ms == kept
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    made: Speculation = speculation(draft_seed=None)
+    made.recall_costs(CostStore(SCOPE, blocked / "folder"), lambda: dict(TABLE))
+    answer(made, RunOptions(proposer="ngram"))
+    made.finish([1, 2, 3])
+    assert made.costs.known
+
+
+def test_a_first_start_measures_and_leaves_no_trace(tmp_path: Path) -> None:
+    session = tiny_session(tiny_file(tmp_path))
+    engine = session.engine
+    found = quick_costs(engine, session.loaded.spec.vocab, budget_s=60.0)
+    assert set(found) == set(QUICK_ROWS)
+    assert all(ms > 0.0 for ms in found.values())
+    assert engine.cache.length == engine.cache.reserved == 0
+    assert engine.committed == []
+    assert quick_costs(engine, session.loaded.spec.vocab, budget_s=-1.0) == {}, "nothing is begun behind the budget"
+
+
+def test_a_session_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_file(tmp_path)
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+    first = tiny_session(path)
+    assert CostStore(first.scope).load() == pytest.approx(first.speculation.learned_ms, abs=1e-5)
+    monkeypatch.setattr("specgen.session.quick_costs", lambda *_: measured_never())
+    assert tiny_session(path).speculation.learned_ms == pytest.approx(first.speculation.learned_ms, abs=1e-5)
