@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from specgen.engine import Engine, GammaPolicy
 from specgen.errors import SpecgenError, UsageError
 from specgen.model.decoder import Decoder
+from specgen.model.spec import Skipped
 from specgen.options import NEED_DRAFT, RunOptions
 from specgen.propose.base import Proposer
 from specgen.propose.draw import CHOOSERS
@@ -34,6 +35,8 @@ from specgen.tune.skip_store import SkipStore
 SKIP_SEARCH_S = 5.0
 """What the search for a skip set may take, once per model."""
 LEAST_EVALUATIONS = 8
+ALONE_SHARE = 0.7
+"""Of them, for sublayers that are left out alone."""
 READ_SHARE = 0.25
 """What reading a token takes a model beside drafting one: many are read in one step."""
 
@@ -45,6 +48,7 @@ class LoadedDraft:
     name: str
     reader: DraftModel
     share: float  # what one of its steps costs as a share of the target's: bytes of weights, until it is measured
+    digest: str  # of its files, and how they were quantised
 
 
 @dataclass(slots=True)
@@ -81,8 +85,7 @@ class Speculation:
         return Start(self._proposer(name, options, sampler, policy), policy, (*notices, *self._store_notice()))
 
     def finish(self, committed: Sequence[int]) -> None:
-        """An answer is complete: what it taught of t(R) is kept, and prompt and answer for later look-ups where that was
-        asked for."""
+        """An answer is complete: what it taught of t(R) is kept, and where that was asked for its text."""
         if self.costs.known != self.learned_ms:
             self.learned_ms = self.costs.known
             self._keep_costs()
@@ -90,9 +93,10 @@ class Speculation:
             self.store.add(committed)
             self._earlier.clear()
 
-    def use_costs(self, costs: CostTable) -> None:
-        """A calibrated t(R)."""
+    def use_costs(self, costs: CostTable, drafting: Mapping[str, DraftCost] | None = None) -> None:
+        """A calibrated t(R), and what the models that draft were measured to cost."""
         self.costs = costs
+        self.drafting = drafting or {}
         self._policies.clear()
 
     def recall_costs(self, store: CostStore, measure: Callable[[], dict[int, float]]) -> None:
@@ -126,20 +130,25 @@ class Speculation:
             return FixedGamma(options.gamma, options.tree)
         policy = self._policies.get(options.tree)
         if policy is None:
-            shares: dict[str, DraftCost] = {}
-            if self.draft is not None:
-                shares["model"] = DraftCost(self.draft.share, READ_SHARE * self.draft.share)
-            if self._skip is not None:
-                shares["skip"] = DraftCost(draft_share(self.model, self._skip.skipped))
-            policy = self._policies[options.tree] = AutoGamma(self.costs, width=options.tree, drafting=shares)
+            drafting = self._draft_costs()
+            policy = self._policies[options.tree] = AutoGamma(self.costs, width=options.tree, drafting=drafting)
         policy.new_text(prompt_tokens)
         return policy
+
+    def _draft_costs(self) -> dict[str, DraftCost]:
+        """Of the proposers that pay for every token: by their share of the weights where nothing was measured."""
+        found: dict[str, DraftCost] = {}
+        if self.draft is not None:
+            found["model"] = DraftCost(self.draft.share, READ_SHARE * self.draft.share)
+        if self._skip is not None:
+            found["skip"] = DraftCost(draft_share(self.model, self._skip.skipped))
+        return {name: self.drafting.get(name, guess) for name, guess in found.items()}
 
     def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> Proposer:
         if name == "none":
             return NoProposer()
         if name == "skip":
-            return self._with_reader("skip", self._skip_reader(), options, sampler)
+            return self._with_reader("skip", self.skip_reader(), options, sampler)
         if name == "lookahead":
             return LookaheadProposer()
         lookup = NgramProposer(options.ngram, options.tree, self._earlier_texts(options))
@@ -154,7 +163,8 @@ class Speculation:
         chooser = CHOOSERS[options.accept](sampler)
         return ModelProposer(name, reader, sampler, chooser, options.draft, options.tree)
 
-    def _skip_reader(self) -> SharedPrefix:
+    def skip_reader(self) -> SharedPrefix:
+        """The target without the sublayers that were found last (`use_skips`, or `begin` with `skip`)."""
         assert self._skip is not None
         runner = EagerRunner(without(self.model, self._skip.skipped))
         return SharedPrefix(runner, self.engine.cache, self.model.spec.vocab)
@@ -173,30 +183,42 @@ class Speculation:
         notice, self.store.notice = self.store.notice, None
         return (notice,)
 
+    def use_skips(self, found: SkipChoice) -> None:
+        """Leave these sublayers out from now on, in later sessions too. SpecgenError when they cannot be stored."""
+        self._skip = found
+        self._policies.clear()  # they do not know what a draft step costs
+        SkipStore(self.digest, len(self.model.spec.layers)).save(found)
+
+    def search_skips(self, texts: Sequence[Sequence[int]], seconds: float) -> SkipChoice:
+        """The sublayers whose absence changes least along the ends of `texts`, searched for about so long."""
+        agreements = [Agreement(self.model, text) for text in texts]
+
+        def agreement(skipped: Skipped) -> float:
+            return fmean(one(skipped) for one in agreements)
+
+        sublayers = sublayers_of(self.model)
+        began = time.perf_counter()
+        agreement(frozenset(sublayers[:1]))
+        each_s = time.perf_counter() - began
+        budget = max(LEAST_EVALUATIONS, int(seconds / max(each_s, 1e-6)))
+        # Some are left for sets of more than one.
+        alone = sublayers[: max(1, int(ALONE_SHARE * budget))]
+        return SkipSearch(
+            alone, agreement, lambda skipped: draft_share(self.model, skipped), self.costs.ratio, budget
+        ).run()
+
     def _find_skips(self, prompt: Sequence[int]) -> tuple[str, ...]:
         """The stored skip set, or one that is searched on the prompt; what to say about it."""
-        kept = SkipStore(self.digest, len(self.model.spec.layers))
-        self._skip = kept.load()
-        self._policies.clear()  # they do not know what a draft step costs
+        self._skip = SkipStore(self.digest, len(self.model.spec.layers)).load()
+        self._policies.clear()
         if self._skip is not None:
             return ()
-        self._skip = found = self._search_skips(prompt)
+        found = self.search_skips([prompt], SKIP_SEARCH_S)
         where = "kept for the next time"
         try:
-            kept.save(found)
+            self.use_skips(found)
         except SpecgenError as error:
             where = error.message
         count = f"{len(found.skipped)} of {2 * len(self.model.spec.layers)} sublayers"
         expected = f"{found.speedup:.2f}x expected" if found.gamma else "not expected to pay"
         return (f"drafting without {count}: right for {found.agreement:.0%} of the prompt, {expected} ({where})",)
-
-    def _search_skips(self, prompt: Sequence[int]) -> SkipChoice:
-        agreement = Agreement(self.model, prompt)
-        sublayers = sublayers_of(self.model)
-        began = time.perf_counter()
-        agreement(frozenset(sublayers[:1]))
-        each_s = time.perf_counter() - began
-        budget = max(LEAST_EVALUATIONS, int(SKIP_SEARCH_S / max(each_s, 1e-6)))
-        return SkipSearch(
-            sublayers, agreement, lambda skipped: draft_share(self.model, skipped), self.costs.ratio, budget
-        ).run()

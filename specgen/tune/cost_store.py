@@ -1,6 +1,7 @@
 """t(R) as the last answers of a model found it, kept for the next start.
 
-Knows: the file. Does not know: who measured. `specgen tune` measures more exactly: where it was run, its costs are used.
+Knows: the file. Does not know: who measured. `specgen tune` measures more exactly: where it was run, its costs are
+used.
 """
 
 from __future__ import annotations
