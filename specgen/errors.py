@@ -47,6 +47,10 @@ class ModelError(SpecgenError):
     code = ExitCode.MODEL
 
 
+class DeviceError(SpecgenError):
+    """The graphics card that was asked for cannot be used here."""
+
+
 class OutOfMemoryError(SpecgenError):
     """The plan does not fit; the message has the numbers."""
 

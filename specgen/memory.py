@@ -139,6 +139,26 @@ def plan_memory(target: Need, draft: Need | None, budget: int | None, asked_toke
     )
 
 
+SMALLER = 0.85
+"""Where memory ran out all the same, the next plan may use this share of what the last one needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be loaded."""
+
+    target: Need
+    draft: Need | None = None
+    asked_tokens: int | None = None  # a context that was asked for
+
+    def plan(self, budget: int | None) -> MemoryPlan:
+        return plan_memory(self.target, self.draft, budget, self.asked_tokens)
+
+    def smaller(self, failed: MemoryPlan) -> MemoryPlan:
+        """The next step: a shorter context, then no draft. OutOfMemoryError when there is none."""
+        return self.plan(int(SMALLER * failed.needed_bytes))
+
+
 def _least(wanted: int, asked_tokens: int | None) -> int:
     return min(wanted, LEAST_CONTEXT_TOKENS) if asked_tokens is None else wanted
 

@@ -44,6 +44,23 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
         raise UsageError(f"{name} is {value!r}", hint=nearest(value, words) or f"it must be one of {', '.join(words)}")
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(?::([0-9]{1,3}))?")
+DEVICES = ("auto", "cpu", "cuda", "cuda:0")
+
+
+def check_device(name: str) -> None:
+    """UsageError unless `name` is auto, cpu, cuda or cuda:N."""
+    if _DEVICE.fullmatch(name) is None:
+        hint = nearest(name, DEVICES) or "it must be auto, cpu, cuda or cuda:N"
+        raise UsageError(f"the device {name!r} is not known", hint)
+
+
+def device_index(name: str) -> int | None:
+    """The N of cuda:N; None: any."""
+    found = _DEVICE.fullmatch(name)
+    return None if found is None or found[1] is None else int(found[1])
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """How the next token is chosen from the target's logits.
@@ -178,8 +195,10 @@ class LoadOptions:
     max_memory_bytes: int | None = None  # None: what is free
     ngram_store: bool = False  # look in the texts of earlier runs, and keep this run's
     weight_cache_bytes: int = parse_size("weight cache", WEIGHT_CACHE)  # disk for laid-out weights; 0: keep none
+    graphs: bool = True  # on a card: whether steps are captured into CUDA graphs
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         check_range("weight cache", self.weight_cache_bytes, 0, math.inf)
         for name, quant in (("quantisation", self.quant), ("draft quantisation", self.draft_quant)):
             if quant is not None:

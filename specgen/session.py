@@ -23,16 +23,18 @@ from specgen.cancel import Cancel
 from specgen.engine import Answer, Cut, Cycle, Engine
 from specgen.errors import ContextFullError, UsageError
 from specgen.events import CycleDone, Event, Finished, FinishReason, Prefilled, Started
-from specgen.kernels import select_kernels
 from specgen.kernels.base import Kernels
+from specgen.kernels.card_memory import shortage_told
 from specgen.machine import processor_name
-from specgen.memory import MemoryPlan, Need, budget_bytes, peak_rss_bytes, plan_memory
+from specgen.memory import MemoryPlan, Need, Request, peak_rss_bytes
 from specgen.model.build import build_model
+from specgen.model.decoder import Decoder
 from specgen.model.families import spec_from_config
 from specgen.model.laidout import LaidOutStore
 from specgen.model.spec import ModelSpec, workspace_bytes
 from specgen.options import ConstraintOptions, LoadOptions, RunOptions, ThinkName
 from specgen.paths import cache_dir, data_dir
+from specgen.placement import Placement, first_that_holds
 from specgen.prompt import Prompt
 from specgen.propose.forced import ForcedProposer
 from specgen.propose.model import DraftModel
@@ -70,6 +72,8 @@ class Loaded:
     load_s: float
     notices: tuple[str, ...]
     planned_bytes: int = 0  # weights, KV of the whole context and workspace, of target and draft
+    device: str = "cpu"
+    place: str = ""  # the card's name or the processor's
 
 
 def load(
@@ -92,29 +96,8 @@ def load(
     if draft is not None and draft_path is not None:
         small = _open(draft.name, draft_path, options.draft_quant, None)
         check_same_tokens(target.tokenizer, small.tokenizer, small.name)
-    plan = _memory_plan(target, small, options)
-    kernels, notice = select_kernels(options.device, options.threads)
-    store = LaidOutStore(cache_dir() / "weights", options.weight_cache_bytes)
-    model = build_model(target.checkpoint, target.spec, kernels, store)
-    engine = Engine(EagerRunner(model), model.new_cache(plan.context_tokens, _kv_dtype(options)))
-    speculation = Speculation(engine, model, target.checkpoint.digest())
-    if small is not None and plan.with_draft:
-        speculation.draft = _load_draft(small, target, plan, kernels, options)
-    elif small is not None:
-        speculation.missing_draft = plan.notices[0]
-    if options.ngram_store:
-        vocab = min(target.tokenizer.vocab_size, target.spec.vocab)
-        speculation.store = NgramStore(data_dir() / "ngrams", speculation.digest, vocab)
-    loaded = Loaded(
-        name=ref.name,
-        digest=speculation.digest,
-        spec=target.spec,
-        kernels=kernels.name,
-        load_s=time.perf_counter() - began,
-        notices=(*((notice,) if notice else ()), *plan.notices),
-        planned_bytes=plan.needed_bytes,
-    )
-    session = Session(speculation, kernels, target.tokenizer, loaded)
+    loading = _Loading(ref.name, target, small, options, began)
+    session = first_that_holds(options, loading.request(), loading.session)
     session.refresh_plans()
     session.recall_costs()
     return session
@@ -152,22 +135,56 @@ def _file_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _memory_plan(target: _Opened, draft: _Opened | None, options: LoadOptions) -> MemoryPlan:
-    asked, kv = options.context_tokens, _kv_dtype(options)
-    if asked is not None and asked > target.spec.context:
-        raise UsageError(f"--ctx is {asked}", hint=f"the model was made for at most {target.spec.context} tokens")
-    needs = target.need(kv), None if draft is None else draft.need(kv)
-    return plan_memory(*needs, budget_bytes(options.max_memory_bytes), asked)
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """What is to be put into memory, wherever there is room."""
 
+    name: str
+    target: _Opened
+    draft: _Opened | None
+    options: LoadOptions
+    began: float
 
-def _load_draft(
-    draft: _Opened, target: _Opened, plan: MemoryPlan, kernels: Kernels, options: LoadOptions
-) -> LoadedDraft:
-    store = LaidOutStore(cache_dir() / "weights", options.weight_cache_bytes)
-    model = build_model(draft.checkpoint, draft.spec, kernels, store)
-    cache = model.new_cache(min(plan.context_tokens, draft.spec.context), _kv_dtype(options))
-    reader = DraftModel(EagerRunner(model), cache, draft.spec.vocab)
-    return LoadedDraft(draft.name, reader, draft.weights_bytes / target.weights_bytes)
+    def request(self) -> Request:
+        asked, kv = self.options.context_tokens, _kv_dtype(self.options)
+        longest = self.target.spec.context
+        if asked is not None and asked > longest:
+            raise UsageError(f"--ctx is {asked}", hint=f"the model was made for at most {longest} tokens")
+        return Request(self.target.need(kv), None if self.draft is None else self.draft.need(kv), asked)
+
+    def session(self, placement: Placement, plan: MemoryPlan) -> Session:
+        target, kernels = self.target, placement.kernels
+        engine, model = self._engine(target, plan.context_tokens, kernels)
+        speculation = Speculation(engine, model, target.checkpoint.digest())
+        if self.draft is not None and plan.with_draft:
+            speculation.draft = self._draft(self.draft, plan, kernels)
+        elif self.draft is not None:
+            speculation.missing_draft = plan.notices[0]
+        if self.options.ngram_store:
+            vocab = min(target.tokenizer.vocab_size, target.spec.vocab)
+            speculation.store = NgramStore(data_dir() / "ngrams", speculation.digest, vocab)
+        loaded = Loaded(
+            name=self.name,
+            digest=speculation.digest,
+            spec=target.spec,
+            kernels=kernels.name,
+            load_s=time.perf_counter() - self.began,
+            notices=(*placement.notices, *plan.notices),
+            planned_bytes=plan.needed_bytes,
+            device=placement.device,
+            place=placement.name,
+        )
+        return Session(speculation, kernels, target.tokenizer, loaded)
+
+    def _engine(self, opened: _Opened, context_tokens: int, kernels: Kernels) -> tuple[Engine, Decoder]:
+        store = LaidOutStore(cache_dir() / "weights", self.options.weight_cache_bytes)
+        model = build_model(opened.checkpoint, opened.spec, kernels, store)
+        return Engine(EagerRunner(model), model.new_cache(context_tokens, _kv_dtype(self.options))), model
+
+    def _draft(self, draft: _Opened, plan: MemoryPlan, kernels: Kernels) -> LoadedDraft:
+        engine, _ = self._engine(draft, min(plan.context_tokens, draft.spec.context), kernels)
+        reader = DraftModel(engine.runner, engine.cache, draft.spec.vocab)
+        return LoadedDraft(draft.name, reader, draft.weights_bytes / self.target.weights_bytes)
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:
@@ -212,7 +229,8 @@ class Session:
         """What a measurement of this session holds for."""
         threads = getattr(self.kernels, "threads", None) or torch.get_num_threads()
         kv = next(name for name, dtype in KV_DTYPES.items() if dtype == self.engine.cache.layers[0].k.dtype)
-        device = f"{processor_name()}, {self.kernels.name}, {threads} threads, kv {kv}"
+        where = self.loaded.place or processor_name()
+        device = f"{where}, {self.kernels.name}, {threads} threads, kv {kv}"
         return Scope(self.loaded.digest, device, f"specgen {specgen.__version__}, torch {torch.__version__}")
 
     def refresh_plans(self) -> None:
@@ -292,7 +310,7 @@ class Session:
         ending = _Ending(text, constraint, cancel)
         options, notices = self._planned(prompt, options)
         answer, more = self._answer(prompt, options, ending)
-        return self._events(replace(prompt, notices=(*prompt.notices, *notices, *more)), options, answer, ending)
+        return self._told(replace(prompt, notices=(*prompt.notices, *notices, *more)), options, answer, ending)
 
     def _planned(self, prompt: Prompt, options: RunOptions) -> tuple[RunOptions, tuple[str, ...]]:
         """The tuned setting where the user leaves the choice to us, and what to say about it."""
@@ -320,6 +338,10 @@ class Session:
             cancel=ending.cancel,
         )
         return answer, start.notices
+
+    def _told(self, prompt: Prompt, options: RunOptions, answer: Answer, ending: _Ending) -> Iterator[Event]:
+        with shortage_told("answering"):
+            yield from self._events(prompt, options, answer, ending)
 
     def _events(self, prompt: Prompt, options: RunOptions, answer: Answer, ending: _Ending) -> Iterator[Event]:
         began = time.perf_counter()
@@ -361,6 +383,7 @@ class Session:
         return {
             "model": loaded.name,
             "digest": loaded.digest,
+            "device": loaded.device,
             "draft": None if self.speculation.draft is None else self.speculation.draft.name,
             "load_s": loaded.load_s,
             "memory": {

@@ -39,6 +39,7 @@ RANKS = {
     "graph": 9,
     "memory": 9,
     "machine": 9,
+    "placement": 10,
     "tune": 9,
     "speculation": 10,
     "steptime": 10,

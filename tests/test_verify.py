@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_session import tiny_cases, tiny_file, tiny_session
 
-from specgen import accept, session
+from specgen import accept, placement
 from specgen.accept import Coupled, Rejection, Verdict
 from specgen.cache import KVCache
 from specgen.kernels.base import Truncation
@@ -42,7 +42,7 @@ def failed(found: dict[str, Claim]) -> list[str]:
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, kernels: ReferenceKernels) -> None:
-    monkeypatch.setattr(session, "select_kernels", lambda device, threads: (kernels, None))
+    monkeypatch.setattr(placement, "select_kernels", lambda card, threads: (kernels, None))
 
 
 def test_a_sound_build_passes(model_file: Path) -> None:

@@ -49,7 +49,7 @@ def doctor(
         from specgen.kernels import select_kernels
         from specgen.measure.doctor import Patient, examine
 
-        kernels, notice = select_kernels(options.device, options.threads)
+        kernels, notice = select_kernels(None, options.threads)
         sections = list(examine(Patient(kernels, notice, options.threads, path)))
     if json_:
         print_json(console, {"schema_version": SCHEMA_VERSION, "sections": _objects(sections)})

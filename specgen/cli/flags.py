@@ -61,7 +61,17 @@ class ModelFlags:
     ctx: Annotated[
         int | None, _model("--ctx", metavar="TOKENS", help="Context length; the model's own by default.")
     ] = None
-    device: Annotated[str, _model("--device", metavar="NAME", help="auto or cpu.")] = "auto"
+    device: Annotated[
+        str,
+        _model(
+            "--device",
+            metavar="auto|cpu|cuda|cuda:N",
+            help="Graphics card or processor; auto takes the first card that can be used.",
+        ),
+    ] = "auto"
+    no_graphs: Annotated[
+        bool, _model("--no-graphs", help="On a card: start every kernel by itself, to look for errors.")
+    ] = False
     threads: Annotated[
         int | None, _model("--threads", metavar="N", help="CPU threads; by default what the machine allows.")
     ] = None

@@ -256,6 +256,7 @@ def load_options(flags: ModelFlags) -> LoadOptions:
         max_memory_bytes=None if flags.max_memory is None else parse_size("--max-memory", flags.max_memory),
         ngram_store=flags.ngram_store,
         weight_cache_bytes=parse_size("--weight-cache", flags.weight_cache),
+        graphs=not flags.no_graphs,
     )
 
 

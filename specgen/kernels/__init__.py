@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specgen.errors import SpecgenError, UsageError, nearest
+from specgen.errors import DeviceError, SpecgenError
 
 if TYPE_CHECKING:
     from specgen.kernels.base import Kernels
+    from specgen.kernels.cuda import Card
 
-DEVICES = ("auto", "cpu")
 
+def select_kernels(card: Card | None = None, threads: int | None = None) -> tuple[Kernels, str | None]:
+    """The fastest backend that works on `card` (None: on the processor), and one line for the user when that is not the
+    intended one.
 
-def select_kernels(device: str = "auto", threads: int | None = None) -> tuple[Kernels, str | None]:
-    """The fastest backend that works here, and one line for the user when that is not the intended one.
-
-    `threads`: None means all that the process may use. UsageError for a device that is not known.
+    `threads`: None means all that the process may use. DeviceError when the card has no kernels after all.
     """
-    if device not in DEVICES:
-        raise UsageError(f"the device {device!r} is not known", hint=nearest(device, DEVICES) or "known: auto, cpu")
+    if card is not None:
+        return _card_kernels(card), None
     try:
         from specgen.kernels.cpu import load_cpu_kernels
 
@@ -30,3 +30,13 @@ def select_kernels(device: str = "auto", threads: int | None = None) -> tuple[Ke
         from specgen.kernels.torch_cpu import TorchKernels
 
         return TorchKernels(threads), f"running on torch's own ops, several times slower: {error.message}"
+
+
+def _card_kernels(card: Card) -> Kernels:
+    import torch
+
+    try:
+        from specgen.kernels.triton_ops import TritonKernels
+    except ImportError as error:
+        raise DeviceError(f"Triton cannot be imported: {error}", "install the Triton that torch asks for") from error
+    return TritonKernels(torch.device(card.device))
