@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.errors import OutOfMemoryError
@@ -19,6 +19,7 @@ LEAST_CONTEXT_TOKENS = 512
 """A context that nobody asked for is not cut below this."""
 CONTEXT_STEP_TOKENS = 256
 """A cut context is a multiple of this."""
+FIT_HINT = "close other programs, ask for less with --ctx or --kv int8, or choose a smaller model"
 
 
 def available_bytes() -> int | None:
@@ -130,17 +131,10 @@ def plan_memory(target: Need, draft: Need | None, budget: int | None, asked_toke
             notices.append(f"running without the draft model: {_shortage(known, budget, _least(wanted, asked_tokens))}")
             continue
         if context < wanted:
-            notices.append(f"context cut to {context} of {wanted} tokens: that is what the free memory holds")
+            notices.append(_cut_notice(context, wanted))
         return MemoryPlan(context, len(known) > 1, _needed(known, context), budget, tuple(notices))
     shortage = _shortage([target], budget, _least(wanted, asked_tokens))
-    raise OutOfMemoryError(
-        f"the model does not fit: {shortage}",
-        hint="close other programs, ask for less with --ctx or --kv int8, or choose a smaller model",
-    )
-
-
-SMALLER = 0.85
-"""Where memory ran out all the same, the next plan may use this share of what the last one needed."""
+    raise OutOfMemoryError(f"the model does not fit: {shortage}", FIT_HINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +149,27 @@ class Request:
         return plan_memory(self.target, self.draft, budget, self.asked_tokens)
 
     def smaller(self, failed: MemoryPlan) -> MemoryPlan:
-        """The next step: a shorter context, then no draft. OutOfMemoryError when there is none."""
-        return self.plan(int(SMALLER * failed.needed_bytes))
+        """What to try when memory ran out although `failed` should have fitted: half the context, then no draft.
+        OutOfMemoryError when neither is left."""
+        wanted = self.target.context_tokens if self.asked_tokens is None else self.asked_tokens
+        least = _least(wanted, self.asked_tokens)
+        if failed.context_tokens > least:
+            context = max(least, failed.context_tokens // 2 // CONTEXT_STEP_TOKENS * CONTEXT_STEP_TOKENS)
+            kept = () if failed.with_draft else failed.notices[:1] if self.draft is not None else ()
+            return self._at(context, failed, (*kept, _cut_notice(context, wanted)))
+        if not failed.with_draft:
+            raise OutOfMemoryError(f"the model does not fit: {_parts([self.target], failed.context_tokens)}", FIT_HINT)
+        alone = plan_memory(self.target, None, failed.needed_bytes, self.asked_tokens)
+        return replace(alone, notices=("running without the draft model: memory ran out with it", *alone.notices))
+
+    def _at(self, context_tokens: int, failed: MemoryPlan, notices: tuple[str, ...]) -> MemoryPlan:
+        models = [self.target, self.draft] if failed.with_draft else [self.target]
+        needed = _needed([model for model in models if model is not None], context_tokens)
+        return replace(failed, context_tokens=context_tokens, needed_bytes=needed, notices=notices)
+
+
+def _cut_notice(context: int, wanted: int) -> str:
+    return f"context cut to {context} of {wanted} tokens: that is what the free memory holds"
 
 
 def _least(wanted: int, asked_tokens: int | None) -> int:
@@ -183,8 +196,11 @@ def _needed(models: list[Need], context: int) -> int:
 
 
 def _shortage(models: list[Need], budget: int | None, context: int) -> str:
+    return f"{_parts(models, context)}, and {megabytes(budget or 0)} may be used"
+
+
+def _parts(models: list[Need], context: int) -> str:
     weights = megabytes(sum(model.weights_bytes for model in models))
     kv = megabytes(sum(model.kv_bytes(context) for model in models))
     workspace = megabytes(sum(model.workspace_bytes for model in models))
-    parts = f"weights {weights}, KV of {context} tokens {kv}, workspace {workspace}"
-    return f"{parts}, and {megabytes(budget or 0)} may be used"
+    return f"weights {weights}, KV of {context} tokens {kv}, workspace {workspace}"
