@@ -14,18 +14,21 @@ from specgen.cli.app import app
 from specgen.kernels.cpu.build import BuildError
 from specgen.kernels.torch_cpu import TorchKernels
 from specgen.measure import doctor
-from specgen.measure.doctor import Patient, Section, examine
+from specgen.measure.doctor import Patient, examine
+from specgen.measure.findings import Section
 from specgen.model.describe import describe
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Read a few megabytes, not hundreds."""
-    monkeypatch.setattr(doctor, "ReadSpeed", lambda kernels: _Speed())
+    monkeypatch.setattr(doctor, "bandwidth_of", lambda kernels: _Speed())
     monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path))
 
 
 class _Speed:
+    what = "read"
+
     def __init__(self) -> None:
         self._readings = iter([10.0, 30.0, 20.0] * 10)
 

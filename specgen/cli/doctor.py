@@ -18,7 +18,7 @@ from specgen.cli.models import FileFlag, JsonFlag
 from specgen.options import LoadOptions
 
 if TYPE_CHECKING:
-    from specgen.measure.doctor import Section
+    from specgen.measure.findings import Section
 
 SCHEMA_VERSION = 1
 
@@ -32,17 +32,20 @@ def doctor(
         ),
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads to look with.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="auto|cpu|cuda|cuda:N", help="What a run would be told.")
+    ] = "auto",
     json_: JsonFlag = False,
     models: FileFlag = None,
 ) -> None:
-    """Show which kernels run here and why, threads, memory speed, and how fast a model could be.
+    """Show which kernels run here and why, cards, threads, memory speed, and how fast a model could be.
 
     specgen doctor
     specgen doctor -m smollm2-135m
     specgen doctor --json | jq .sections
     """
     console = Console.of(context)
-    options = LoadOptions(threads=threads)
+    options = LoadOptions(device, threads)
     console.answer()
     path = None if model is None else _fetched(console, model, models)
     with console.busy("measuring"):
@@ -50,7 +53,7 @@ def doctor(
         from specgen.measure.doctor import Patient, examine
 
         kernels, notice = select_kernels(None, options.threads)
-        sections = list(examine(Patient(kernels, notice, options.threads, path)))
+        sections = list(examine(Patient(kernels, notice, options.threads, path, options.device)))
     if json_:
         print_json(console, {"schema_version": SCHEMA_VERSION, "sections": _objects(sections)})
         return

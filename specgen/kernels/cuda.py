@@ -16,6 +16,9 @@ from specgen.options import device_index
 LEAST_CAPABILITY = (7, 5)
 """Turing, the oldest that Triton compiles for."""
 
+BFLOAT16_CAPABILITY = (8, 0)
+"""Ampere; older cards compute with float16."""
+
 Version = tuple[int, int]
 
 
@@ -36,6 +39,11 @@ class Card:
     @property
     def arch(self) -> str:
         return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def half(self) -> str:
+        """The 16-bit format of activations, by torch's name for it."""
+        return "bfloat16" if self.capability >= BFLOAT16_CAPABILITY else "float16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from specgen.measure.energy import Meter, energy_meter
-from specgen.measure.roofline import ReadSpeed, weight_bytes
+from specgen.measure.roofline import bandwidth_of, weight_bytes
 from specgen.measure.runs import Case, Report, Run, run_case, silent
 from specgen.measure.timer import Spread
 from specgen.memory import peak_rss_bytes
@@ -134,8 +134,8 @@ class Bench:
         self._cases = cases
         self._settings: dict[str, Setting | None] = {"plain": PLAIN, "chosen": chosen}
         self._rounds = rounds
-        self._meter: Meter | None = energy_meter("cpu")
-        self._reading = ReadSpeed(session.kernels)
+        self._meter: Meter | None = energy_meter(session.loaded.device)
+        self._reading = bandwidth_of(session.kernels)
 
     def run(self, report: Report = silent) -> BenchResult:
         self._warm_up()

@@ -1,7 +1,7 @@
 """What this machine and this installation are like, as far as they decide how fast a model runs.
 
-Knows: where each fact comes from. Does not know: how facts are shown. A section is a function in SECTIONS that returns
-its facts, so that another device is another function.
+Knows: where each fact of the processor comes from. Does not know: how facts are shown, graphics cards (doctor_cards). A
+section is a function in SECTIONS that returns its facts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -22,10 +21,14 @@ from specgen.kernels.cpu.build import cpu_flags, find_compiler
 from specgen.kernels.cpu.library import NEEDS
 from specgen.kernels.cpu.ops import CpuKernels
 from specgen.kernels.cpu.threads import cgroup_quota, default_threads
+from specgen.kernels.cuda import CudaSystem
+from specgen.kernels.cuda_system import NvidiaSystem
 from specgen.machine import processor_name
-from specgen.measure.roofline import ReadSpeed
+from specgen.measure.doctor_cards import CardPatient, card_sections
+from specgen.measure.findings import Fact, Section, plain
+from specgen.measure.limits import limit_facts
+from specgen.measure.roofline import bandwidth_of
 from specgen.memory import budget_bytes, megabytes
-from specgen.model.describe import describe
 from specgen.paths import (
     CACHE_VARIABLE,
     DATA_VARIABLE,
@@ -35,9 +38,6 @@ from specgen.paths import (
     data_dir,
     runtime_dir,
 )
-
-READINGS = 7
-"""Readings of the memory; the median counts, since other programs read too."""
 
 PATHS_BY_MACHINE = {
     "x86_64": ("avx512 vnni", "avx2 vnni", "avx2", "portable"),
@@ -49,20 +49,6 @@ PATHS_BY_MACHINE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    name: str
-    value: str | int | float | bool | None  # for programs
-    shown: str  # for people
-    problem: str | None = None  # what to do about it, where it is worth something
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    name: str
-    facts: tuple[Fact, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Patient:
     """What is looked at."""
 
@@ -70,6 +56,8 @@ class Patient:
     notice: str | None  # why these are not the intended kernels
     threads: int | None = None  # asked for
     model: Path | None = None
+    device: str = "auto"  # asked for
+    system: CudaSystem | None = None  # None: this machine's
 
 
 def examine(patient: Patient) -> Iterator[Section]:
@@ -78,16 +66,17 @@ def examine(patient: Patient) -> Iterator[Section]:
         facts = tuple(look(patient))
         if facts:
             yield Section(name, facts)
+    yield from card_sections(CardPatient(patient.system or NvidiaSystem(), patient.model, patient.device))
 
 
 def _installation(patient: Patient) -> Iterator[Fact]:
-    yield _plain("specgen", specgen.__version__)
-    yield _plain("python", platform.python_version())
-    yield _plain("torch", torch.__version__)
+    yield plain("specgen", specgen.__version__)
+    yield plain("python", platform.python_version())
+    yield plain("torch", torch.__version__)
     yield _folder("cache", cache_dir(), CACHE_VARIABLE)
     yield _folder("data", data_dir(), DATA_VARIABLE)
     yield _folder("run", runtime_dir(), RUNTIME_VARIABLE)
-    yield _plain("config folder", str(config_dir()))
+    yield plain("config folder", str(config_dir()))
 
 
 def _folder(name: str, folder: Path, variable: str) -> Fact:
@@ -97,8 +86,8 @@ def _folder(name: str, folder: Path, variable: str) -> Fact:
 
 
 def _processor(patient: Patient) -> Iterator[Fact]:
-    yield _plain("processor", processor_name())
-    yield _plain("cpus", os.cpu_count())
+    yield plain("processor", processor_name())
+    yield plain("cpus", os.cpu_count())
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
         yield Fact("affinity", allowed, f"{allowed} of them may be used by this process")
@@ -139,22 +128,7 @@ def _reasons(taken: str) -> Iterator[str]:
 def _memory(patient: Patient) -> Iterator[Fact]:
     free = budget_bytes(None)
     yield Fact("free", free, "unknown" if free is None else megabytes(free))
-    speed = ReadSpeed(patient.kernels)
-    readings = [speed.gbps() for _ in range(READINGS)]
-    gbps = round(median(readings), 2)
-    spread = f"median of {READINGS}, {min(readings):.1f} to {max(readings):.1f}"
-    yield Fact("read bandwidth", gbps, f"{gbps:.1f} GB/s ({spread})")
-    if patient.model is None:
-        return
-    found = describe(patient.model)
-    size = found.read_bytes_per_token
-    limit = round(1e9 * gbps / size, 1)
-    yield Fact("bytes per token", size, megabytes(size))
-    yield Fact("speed limit", limit, f"{limit:g} tokens per second, plain: every weight is read once for each token")
-
-
-def _plain(name: str, value: str | int | None) -> Fact:
-    return Fact(name, value, str(value))
+    yield from limit_facts(bandwidth_of(patient.kernels), patient.model)
 
 
 SECTIONS: dict[str, Callable[[Patient], Iterator[Fact]]] = {

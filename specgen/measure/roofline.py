@@ -6,12 +6,13 @@ Knows: the bytes that a step must read, and how to measure the bandwidth in the 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specgen.kernels.cpu.ops import CpuKernels
+from specgen.measure.timer import Timer, timer_for
 from specgen.model.decoder import Decoder
 from specgen.model.weights import MlpWeights
 
@@ -35,15 +36,53 @@ def weight_bytes(model: Decoder) -> int | None:
     return total
 
 
+class Bandwidth(Protocol):
+    """Measures what the memory can do at best."""
+
+    what: str  # "read" or "copy"
+
+    def gbps(self) -> float:
+        """One reading, in GB/s."""
+        ...
+
+
+def bandwidth_of(kernels: object) -> Bandwidth:
+    """Of the memory that `kernels` work in."""
+    device = device_of(kernels)
+    return ReadSpeed(kernels) if device.type == "cpu" else CopySpeed(device, timer_for(device))
+
+
+def device_of(kernels: object) -> torch.device:
+    """Kernels of a card say which."""
+    device = getattr(kernels, "device", None)
+    return device if isinstance(device, torch.device) else torch.device("cpu")
+
+
+class CopySpeed:
+    """Measures a copy within a device's memory: every byte is read once and written once."""
+
+    what = "copy"
+
+    def __init__(self, device: torch.device, timer: Timer, size_bytes: int = READ_BYTES) -> None:
+        source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        self._moved = 2 * size_bytes
+        self._task = timer.task(lambda: target.copy_(source))
+
+    def gbps(self) -> float:
+        return self._moved / (self._task() * 1e6)
+
+
 class ReadSpeed:
     """Measures the read bandwidth of the memory, with the threads that the kernels use."""
+
+    what = "read"
 
     def __init__(self, kernels: object, size_bytes: int = READ_BYTES) -> None:
         self._kernels = kernels
         self._data = torch.ones(size_bytes, dtype=torch.uint8)
 
     def gbps(self) -> float:
-        """One reading of all of it, in GB/s."""
         begin = time.perf_counter()
         self._read(self._data)
         return self._data.numel() / (time.perf_counter() - begin) / 1e9
