@@ -184,7 +184,8 @@ class _Loading:
     def _draft(self, draft: _Opened, plan: MemoryPlan, kernels: Kernels) -> LoadedDraft:
         engine, _ = self._engine(draft, min(plan.context_tokens, draft.spec.context), kernels)
         reader = DraftModel(engine.runner, engine.cache, draft.spec.vocab)
-        return LoadedDraft(draft.name, reader, draft.weights_bytes / self.target.weights_bytes)
+        share = draft.weights_bytes / self.target.weights_bytes
+        return LoadedDraft(draft.name, reader, share, draft.checkpoint.digest())
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:
@@ -231,7 +232,9 @@ class Session:
         kv = next(name for name, dtype in KV_DTYPES.items() if dtype == self.engine.cache.layers[0].k.dtype)
         where = self.loaded.place or processor_name()
         device = f"{where}, {self.kernels.name}, {threads} threads, kv {kv}"
-        return Scope(self.loaded.digest, device, f"specgen {specgen.__version__}, torch {torch.__version__}")
+        versions = f"specgen {specgen.__version__}, torch {torch.__version__}"
+        draft = self.speculation.draft
+        return Scope(self.loaded.digest, device, versions, None if draft is None else draft.digest)
 
     def refresh_plans(self) -> None:
         """Use what `specgen tune` has found for this model and machine by now."""
@@ -240,7 +243,8 @@ class Session:
     def recall_costs(self) -> None:
         """Where nothing was tuned, begin with what earlier answers found out about t(R)."""
         measure = partial(quick_costs, self.engine, self.loaded.spec.vocab)
-        self.speculation.recall_costs(CostStore(self.scope), measure)
+        alone = replace(self.scope, draft=None)  # the target's steps take as long with a draft as without
+        self.speculation.recall_costs(CostStore(alone), measure)
         self.use_plans(self.plans)
 
     def use_plans(self, plans: PlanBook) -> None:
@@ -248,7 +252,7 @@ class Session:
         begins."""
         self.plans = plans
         if plans.costs is not None:
-            self.speculation.use_costs(plans.costs.at(0))
+            self.speculation.use_costs(plans.costs.at(0), plans.costs.drafting())
 
     def prompt_ids(
         self, text: str, *, system: str | None = None, raw: bool = False, think: ThinkName = "auto"
@@ -316,8 +320,6 @@ class Session:
         """The tuned setting where the user leaves the choice to us, and what to say about it."""
         if options.proposer != "auto" or options.gamma is not None or options.tree != 1 or options.accept != "coupled":
             return options, ()
-        if self.speculation.draft is not None:
-            return options, ()  # plans are searched without a draft model: one must not take its place
         plan = self.plans.choice(options.sampling.temperature, len(prompt.ids))
         return (options, self.plans.notes) if plan is None else (plan.setting.options(options), (plan.notice,))
 

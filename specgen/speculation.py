@@ -7,8 +7,9 @@ skip set). Does not know: strings, files of models, events.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from specgen.engine import Engine, GammaPolicy
 from specgen.errors import SpecgenError, UsageError
@@ -71,6 +72,7 @@ class Speculation:
     missing_draft: str | None = None  # why there is none although one was named
     store: NgramStore | None = None
     costs: CostTable = field(default_factory=CostTable)
+    drafting: Mapping[str, DraftCost] = field(default_factory=dict)  # as measured, by proposer
     learned_ms: dict[int, float] = field(default_factory=dict)  # t(R) as the last answers found it
     _cost_store: CostStore | None = None
     _policies: dict[int, AutoGamma] = field(default_factory=dict)  # by width

@@ -28,7 +28,7 @@ from specgen.tune.controller import FixedGamma
 from specgen.tune.plan import PlanBook, PlanStore
 from specgen.tune.predict import Costs
 from specgen.tune.replay import replay
-from specgen.tune.search import TREES, lookup_proposer
+from specgen.tune.search import TREES, played_proposer
 from specgen.tune.setting import PLAIN, Setting
 
 
@@ -83,7 +83,8 @@ def test_replay_of_a_plain_run_counts_what_the_session_counts(session: Session, 
         trace = trace_of(run_case(session, case, PLAIN), session)
         measured = run_case(session, case, setting).finished.record
         assert setting.gamma is not None
-        predicted = replay(trace, lookup_proposer(setting, trace), FixedGamma(setting.gamma, setting.tree), costs)
+        policy = FixedGamma(setting.gamma, setting.tree)
+        predicted = replay(trace, played_proposer(setting, trace, policy, costs), policy, costs)
         counts = [[(c.proposed, c.accepted, c.committed, c.ending) for c in r.cycles] for r in (predicted, measured)]
         assert counts[0] == counts[1]
         assert predicted.yield_tokens == measured.yield_tokens
@@ -191,7 +192,7 @@ def test_a_replay_that_forgets_the_width_counts_differently(session: Session) ->
         trace = trace_of(run_case(session, case, PLAIN), session)
         measured = [(c.proposed, c.depth) for c in run_case(session, case, setting).finished.record.cycles]
         for width, found in alike.items():
-            proposer = lookup_proposer(replace(setting, tree=width), trace)
+            proposer = played_proposer(replace(setting, tree=width), trace, FixedGamma(4, 3), costs)
             cycles = replay(trace, proposer, FixedGamma(4, 3), costs).cycles
             found.append([(c.proposed, c.depth) for c in cycles] == measured)
     assert all(alike[3])

@@ -25,7 +25,12 @@ PLAN = Plan(
     fixed_gamma=5,
     speedup=(1.1, 1.2, 1.3),
     by_kind={"chat": 1.0, "code": 1.5},
-    costs=Costs({128: {1: 10.0, 5: 14.0}, 1024: {1: 12.0}}, 0.1, 0.2, {"ngram": ProposeMs(0.01, 0.0)}),
+    costs=Costs(
+        {128: {1: 10.0, 5: 14.0}, 1024: {1: 12.0}},
+        0.1,
+        0.2,
+        {"ngram": ProposeMs(0.01), "model": ProposeMs(0.2, 1.5, 0.4)},
+    ),
     objective="tok/s",
     created="2026-01-02T03:04:05+00:00",
     why="measured",

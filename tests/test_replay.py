@@ -24,7 +24,7 @@ from specgen.step import EagerRunner, StepRunner
 from specgen.tune import replay as replay_module
 from specgen.tune.controller import FixedGamma
 from specgen.tune.predict import Costs, ProposeMs
-from specgen.tune.replay import GuessProposer, Trace, replay, teacher_forced
+from specgen.tune.replay import Drafter, GuessProposer, Trace, replay, teacher_forced
 
 VOCAB = 6
 PROMPT = (1, 2, 3, 1, 2)
@@ -157,7 +157,7 @@ def test_one_teacher_forced_pass_serves_every_gamma(hits: float, end: int | None
     guesses = teacher_forced(guesser(3, hits, trace.answer), trace)
     for gamma in (1, 2, 3, 5, 16):
         _, measured = run_engine(fake_target, guesser(3, hits, trace.answer), gamma, WARM, end, 50)
-        played = GuessProposer("scripted", len(PROMPT), guesses)
+        played = GuessProposer("scripted", len(PROMPT), Drafter(guesses))
         assert counts(replay(trace, played, FixedGamma(gamma), COSTS)) == counts(measured)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from specgen.events import CycleDone, Event, Finished, FinishReason, Piece, Pref
 from specgen.options import LoadOptions, RunOptions, SamplingOptions
 from specgen.registry import load_registry, resolve_model
 from specgen.session import Session, load
+from specgen.tune.plan import Plan, PlanBook, PlanStore
+from specgen.tune.predict import Costs
+from specgen.tune.setting import Setting
 
 TEXT = "hello world 12 hello world 12 hello"
 WARM = SamplingOptions(temperature=0.9, seed=4)
@@ -138,21 +142,56 @@ def test_a_packed_model_is_not_quantised_again(tmp_path: Path) -> None:
         session_of(packed, quant="int4")
 
 
-def test_a_tuned_plan_does_not_take_the_place_of_a_draft_model(model_path: Path) -> None:
-    class AskedError(Exception):
-        pass
+def planned(session: Session, setting: Setting, draft: str | None) -> PlanBook:
+    """What the session finds where a tune with this draft model has chosen `setting`."""
+    scope = replace(session.scope, draft=draft)
+    store = PlanStore()
+    store.save(
+        Plan(
+            scope=scope,
+            model="tiny",
+            temperature="sampled",
+            context="short",
+            setting=setting,
+            fixed_gamma=2,
+            speedup=(1.1, 1.2, 1.3),
+            by_kind={},
+            costs=Costs({0: {1: 1.0}}),
+            objective="tok/s",
+            created="2026-01-02T03:04:05+00:00",
+            why="measured",
+        )
+    )
+    book = store.book(session.scope)
+    store.forget(scope.digest)
+    return book
 
-    class Book:
-        costs, notes = None, ()
 
-        def choice(self, temperature: float, prompt_tokens: int) -> None:
-            raise AskedError
+def notices(session: Session) -> str:
+    first = next(iter(session.generate(session.prompt_ids(TEXT, raw=True), RunOptions(sampling=WARM, max_tokens=1))))
+    assert isinstance(first, Started)
+    return f"{first.proposer} {first.gamma}; " + "; ".join(first.notices)
 
+
+def test_a_plan_holds_with_the_draft_model_that_it_was_tuned_with(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     ref = resolve_model(str(model_path), load_registry())
-    drafted = load(ref, LoadOptions(threads=1), draft=ref)
-    drafted.use_plans(Book())  # type: ignore[arg-type]
-    assert ask(drafted).token_ids
-    alone = session_of(model_path)
-    alone.use_plans(Book())  # type: ignore[arg-type]
-    with pytest.raises(AskedError):
-        ask(alone)
+    drafted, alone = load(ref, LoadOptions(threads=1), draft=ref), session_of(model_path)
+    mine = drafted.scope.draft
+    assert mine is not None
+    assert alone.scope.draft is None
+    lookup, model = Setting("ngram", 3), Setting("model", 3)
+    for session, setting, draft, word in (
+        (drafted, model, mine, "model 3; tuned: model γ 3"),
+        (drafted, lookup, mine, "ngram 3; tuned: ngram"),
+        (drafted, lookup, None, "without this draft model"),
+        (drafted, model, "another", "with a draft model"),
+        (alone, lookup, None, "ngram 3; tuned: ngram"),
+        (alone, lookup, mine, "ngram 3; tuned: ngram"),  # it won beside the draft: it wins without
+        (alone, model, mine, "with a draft model"),
+    ):
+        session.use_plans(planned(session, setting, draft))
+        assert word in notices(session), (setting, draft)
+        assert ("tuned: " in notices(session)) == word.startswith(setting.proposer)

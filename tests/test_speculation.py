@@ -48,7 +48,7 @@ def speculation(draft_seed: int | None = 0, store: NgramStore | None = None) -> 
     if draft_seed is not None:
         small = tiny_decoder(SPEC, draft_seed)
         reader = DraftModel(EagerRunner(small), small.new_cache(64), SPEC.vocab)
-        made.draft = LoadedDraft("small", reader, 0.2)
+        made.draft = LoadedDraft("small", reader, 0.2, "cd" * 32)
     return made
 
 

@@ -64,7 +64,8 @@ def prune(session: Session, kept: Sequence[int]) -> LoadedDraft:
     small = type(model)(spec, ModelWeights(weights.embedding, layers, weights.norm, weights.head), model.kernels)
     cache = session.engine.cache
     reader = DraftModel(EagerRunner(small), small.new_cache(cache.capacity, cache.layers[0].k.dtype), spec.vocab)
-    return LoadedDraft(f"{len(kept)} layers of {session.loaded.name}", reader, len(kept) / len(model.spec.layers))
+    name, share = f"{len(kept)} layers of {session.loaded.name}", len(kept) / len(model.spec.layers)
+    return LoadedDraft(name, reader, share, f"{session.loaded.digest} {sorted(kept)}")
 
 
 def measure(session: Session, case: Case, settings: Sequence[Setting], repeats: int) -> list[Row]:

@@ -112,12 +112,19 @@ def run_case(
 ) -> Run:
     """Answer `case` as a new session would: from an empty cache (unless not `fresh`: a prompt that is still cached is
     then not computed again), and with no estimates but `costs` (None: those of the stored plan, else what earlier
-    answers found). Setting None: as `specgen run` would, stored plan included."""
+    answers found). A draft model has read nothing in either case: its reading is part of decoding. Setting None: as
+    `specgen run` would, stored plan included."""
     if fresh:
         session.engine.rewind(0)
+    if session.speculation.draft is not None:
+        session.speculation.draft.reader.forget()
     known = costs or session.plans.costs
     learned = CostTable(known_ms=session.speculation.learned_ms)
-    session.speculation.use_costs(learned if known is None else known.at(len(case.prompt.ids)))
+    if known is None:
+        session.speculation.use_costs(learned)
+    else:
+        length = len(case.prompt.ids)
+        session.speculation.use_costs(known.at(length), known.drafting(length))
     options = case.options if setting is None else setting.options(case.options)
     started: Started | None = None
     last: Event | None = None

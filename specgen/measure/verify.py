@@ -27,7 +27,7 @@ from specgen.records import RunRecord
 from specgen.sampling import Purpose, Sampler
 from specgen.text.answer import AnswerText
 from specgen.tune.controller import FixedGamma
-from specgen.tune.replay import Guess, GuessProposer
+from specgen.tune.replay import Drafter, Guess, GuessProposer, PrefixGuesses
 from specgen.tune.setting import PLAIN, Setting
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ def _scrambled(session: Session, plain: Run, gamma: int) -> tuple[int, ...]:
     case, trace = plain.case, trace_of(plain, session)
     rng = random.Random(gamma)
     vocab = session.vocab
-    guesses = [Guess(t if rng.random() < HIT_SHARE else rng.randrange(vocab)) for t in trace.answer]
+    guesses = tuple(Guess(t if rng.random() < HIT_SHARE else rng.randrange(vocab)) for t in trace.answer)
     text = AnswerText(session.tokenizer, case.options.stop, turn=case.prompt.turn)
     answer = Answer(
         prompt=case.prompt.ids,
-        proposer=GuessProposer("scrambled", len(case.prompt.ids), guesses, filler=0),
+        proposer=GuessProposer("scrambled", len(case.prompt.ids), Drafter(PrefixGuesses(guesses)), filler=0),
         policy=FixedGamma(gamma),
         rule=RULES["coupled"](),
         sampler=Sampler(case.options.sampling, session.kernels, case.prompt.ids, vocab),

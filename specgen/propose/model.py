@@ -82,6 +82,11 @@ class DraftModel:
     def extend(self, token: int) -> Tensor:
         return self._advance([token])
 
+    def forget(self) -> None:
+        """As if nothing had been read."""
+        self._cache.rollback(0)
+        self._tokens.clear()
+
     def _advance(self, tokens: Sequence[int]) -> Tensor:
         logits = advance(self._runner, self._cache, tokens)
         self._tokens.extend(tokens)

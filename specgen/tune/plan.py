@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specgen.errors import SpecgenError
-from specgen.options import MAX_GAMMA
+from specgen.options import MAX_GAMMA, NEED_DRAFT
 from specgen.paths import data_dir, ensure_dir
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.setting import Setting, checked_object
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_BYTES = 1 << 20
 LONG_TOKENS = 2048
 """Prompts from here on are another class: attention then costs as much as the weights of a small model."""
@@ -39,6 +39,10 @@ def context_class(prompt_tokens: int) -> ContextClass:
     return "long" if prompt_tokens >= LONG_TOKENS else "short"
 
 
+def texts_in_words(temperature: TemperatureClass, context: ContextClass) -> str:
+    return f"{temperature} text" + (" after long prompts" if context == "long" else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What was measured on: a plan holds for exactly this."""
@@ -46,12 +50,7 @@ class Scope:
     digest: str  # of the model's files
     device: str  # processor, kernels, threads, format of the KV cache
     versions: str  # of specgen and torch
-
-    def differs(self, other: Scope) -> str | None:
-        """What makes a plan of the same model stale, in words."""
-        if self.device != other.device:
-            return f"it was tuned on {other.device}"
-        return f"it was tuned with {other.versions}" if self.versions != other.versions else None
+    draft: str | None = None  # digest of the draft model, where one is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +67,34 @@ class Plan:
     objective: str
     created: str  # ISO 8601, UTC
     why: str
+    draft: str | None = None  # name of the draft model, for people
+
+    def stale(self, scope: Scope) -> str | None:
+        """Why this plan does not hold for `scope`, in words.
+
+        What was the fastest beside a draft model, without using it, is also the fastest where there is none.
+        """
+        mine = self.scope
+        if mine.digest != scope.digest:
+            return "it is for another model"
+        if mine.device != scope.device:
+            return f"it was tuned on {mine.device}"
+        if mine.versions != scope.versions:
+            return f"it was tuned with {mine.versions}"
+        if mine.draft == scope.draft or (scope.draft is None and self.setting.proposer not in NEED_DRAFT):
+            return None
+        return "it was tuned without this draft model" if mine.draft is None else "it was tuned with a draft model"
 
     @property
     def notice(self) -> str:
         """One line for whoever is about to run with it."""
         gain = "" if self.setting.is_plain else f", {self.speedup[1]:.2f}x plain when tuned"
-        return f"tuned: {self.setting.label} for {self.temperature} text{gain} ({self.created[:10]})"
+        return f"tuned: {self.setting.label} for {self.texts}{gain} ({self.created[:10]})"
+
+    @property
+    def texts(self) -> str:
+        """What it is for, in words."""
+        return texts_in_words(self.temperature, self.context)
 
     def to_json(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -90,16 +111,18 @@ class Plan:
     @classmethod
     def from_json(cls, value: object) -> Plan:
         """SpecgenError for anything that `to_json` would not have written, unknown keys included."""
+        if isinstance(value, dict) and value.get("schema") != SCHEMA:
+            raise SpecgenError(f"it has the schema {value.get('schema')!r}, not {SCHEMA}: another version wrote it")
         known = checked_object(value, [*(field.name for field in fields(cls)), "schema"], "a plan")
-        if known["schema"] != SCHEMA:
-            raise SpecgenError(f"a plan has the schema {known['schema']!r}")
         scope = checked_object(known["scope"], [field.name for field in fields(Scope)], "the scope of a plan")
-        texts = [*scope.values(), *(known[name] for name in ("model", "objective", "created", "why"))]
-        if not all(isinstance(text, str) for text in texts):
+        names = [text for text in (scope["draft"], known["draft"]) if text is not None]
+        texts = [scope[name] for name in ("digest", "device", "versions")]
+        texts += [known[name] for name in ("model", "objective", "created", "why")]
+        if not all(isinstance(text, str) for text in (*texts, *names)):
             raise SpecgenError("a plan has a number where text belongs")
         if known["temperature"] not in get_args(TemperatureClass) or known["context"] not in get_args(ContextClass):
             raise SpecgenError("a plan is for a class of text that does not exist")
-        rest = {name: known[name] for name in ("model", "temperature", "context", "objective", "created", "why")}
+        words = ("model", "temperature", "context", "objective", "created", "why", "draft")
         speedup = tuple(_number(x, "a speedup") for x in _list(known["speedup"], "a speedup"))
         if len(speedup) != 3:
             raise SpecgenError("a plan's speedup is not low, middle and high")
@@ -110,7 +133,7 @@ class Plan:
             speedup=speedup,
             by_kind=_numbers(known["by_kind"], "by_kind"),
             costs=costs_from_json(known["costs"]),
-            **rest,
+            **{name: known[name] for name in words},
         )
 
 
@@ -126,7 +149,7 @@ def costs_from_json(value: object) -> Costs:
     if not steps or not all(steps.values()):
         raise SpecgenError("the costs of a plan are empty")
     propose = {
-        name: ProposeMs(**_numbers(checked_object(cost, ["once", "each"], "a cost"), "a cost"))
+        name: ProposeMs(**_numbers(checked_object(cost, ["once", "each", "read"], "a cost"), "a cost"))
         for name, cost in _items(known["propose"])
     }
     return Costs(steps, _number(known["token_ms"], "token_ms"), _number(known["cycle_ms"], "cycle_ms"), propose)
@@ -206,14 +229,13 @@ class PlanStore:
             except SpecgenError as error:
                 notes.append(f"the stored plan {path.name} is ignored: {error.message}")
                 continue
-            stale = scope.differs(plan.scope) if plan.scope.digest == scope.digest else "it is for another model"
-            if stale is None:
+            if (stale := plan.stale(scope)) is None:
                 plans.append(plan)
             else:
-                notes.append(f"the stored plan for {plan.temperature} text is ignored: {stale} (`specgen tune` again)")
-        fresh = {(plan.temperature, plan.context) for plan in plans}
-        # One plan for each class is used: what is said of the others would only confuse.
-        return PlanBook(tuple(plans), () if fresh else tuple(dict.fromkeys(notes)))
+                notes.append(f"the stored plan for {plan.texts} is ignored: {stale} (`specgen tune` again)")
+        plans.sort(key=lambda plan: plan.scope.draft != scope.draft)  # the first of a class is used
+        # Where there are plans that hold, what is said of the others would only confuse.
+        return PlanBook(tuple(plans), () if plans else tuple(dict.fromkeys(notes)))
 
     def all(self, digest: str | None = None) -> list[Plan]:
         """Every plan that can be read (of one model), newest last."""
@@ -233,7 +255,7 @@ class PlanStore:
         return len(paths)
 
     def _name(self, plan: Plan) -> str:
-        rest = json.dumps([plan.scope.device, plan.temperature, plan.context])
+        rest = json.dumps([plan.scope.device, plan.scope.draft, plan.temperature, plan.context])
         return f"{_short(plan.scope.digest)}-{_short(rest)}.json"
 
     def _files(self, digest: str | None) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specgen.tune.controller import DraftCost
 from specgen.tune.cost import CostTable
 
 CONTEXT_STEP = 256
@@ -18,13 +19,15 @@ StepMs = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class ProposeMs:
-    """Time to propose: `once` for each draft (a lookup), `each` for every token of it (a draft model's step)."""
+    """Time to propose: `once` for each draft (a lookup), `each` for every token of it (a draft model's step), `read`
+    for every committed token that a model has not read, beside the last."""
 
     once: float = 0.0
     each: float = 0.0
+    read: float = 0.0
 
-    def of(self, tokens: int) -> float:
-        return self.once + self.each * tokens
+    def of(self, tokens: int, unread: int = 1) -> float:
+        return self.once + self.each * tokens + self.read * (unread - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +61,12 @@ class Costs:
             self._known[key] = self.at(key[1] * CONTEXT_STEP).step_ms(rows)
         return self._known[key]
 
-    def propose_ms(self, source: str, tokens: int) -> float:
-        return self.propose.get(source, ProposeMs()).of(tokens)
+    def propose_ms(self, source: str) -> float:
+        """Of one lookup."""
+        return self.propose.get(source, ProposeMs()).once
+
+    def drafting(self, context_tokens: int = 0) -> dict[str, DraftCost]:
+        """What `--gamma auto` begins with for the proposers that pay for every token, as shares of t(1)."""
+        plain = self.at(context_tokens).step_ms(1)
+        paid = {name: ms for name, ms in self.propose.items() if ms.each > 0}
+        return {name: DraftCost(ms.of(2) / 2 / plain, ms.read / plain) for name, ms in paid.items()}

@@ -7,14 +7,15 @@ The counts are those that the engine's own loop would record; tests hold the two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from specgen.draft import ROOT, Draft
 from specgen.propose.base import Proposer
+from specgen.propose.mix import Judge, MixProposer
 from specgen.records import CycleRecord, Ending, RunRecord
-from specgen.tune.predict import Costs
+from specgen.tune.predict import Costs, ProposeMs
 
 MISMATCH = -1
 """Stands for a token that is not the target's."""
@@ -27,9 +28,58 @@ class Policy(Protocol):
 
     def limit(self, source: str) -> int: ...
 
+    def worth(self, draft: Draft) -> bool: ...
+
     def trim(self, draft: Draft) -> Draft | None: ...
 
     def observe(self, record: CycleRecord) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What a proposer says one token ahead."""
+
+    token: int
+    confidence: float | None = None
+
+
+class Guesses(Protocol):
+    """What a model that drafts says along one answer."""
+
+    def ahead(self, begin: int, levels: int) -> Sequence[Guess | None]:
+        """Its draft before token `begin` of the answer, at most `levels` long; shorter where nothing further is known
+        but that it is wrong. None: there it refuses to draft."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGuesses:
+    """Of a model whose guess depends on the tokens before it alone: one guess for each token serves every draft."""
+
+    tokens: tuple[Guess | None, ...]
+
+    def ahead(self, begin: int, levels: int) -> Sequence[Guess | None]:
+        return self.tokens[begin : begin + levels]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainGuesses:
+    """Of a model whose guess also depends on where its draft began (`skip`: it reads the target's keys and values up to
+    there, and its own behind): a draft for each token, up to its first wrong one."""
+
+    chains: tuple[tuple[Guess, ...], ...]
+
+    def ahead(self, begin: int, levels: int) -> Sequence[Guess | None]:
+        return self.chains[begin][:levels] if begin < len(self.chains) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """One model that drafts, along one answer, with the limits that decide how long its drafts are."""
+
+    guesses: Guesses
+    capacity: int | None = None  # tokens that it can read; None: more than there are
+    at_once: int | None = None  # committed tokens that it reads in one cycle; None: it never has to catch up
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +91,7 @@ class Trace:
     max_tokens: int | None
     context_tokens: int  # capacity of the cache
     max_rows: int = 64  # the widest step of the runner
+    drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by proposer
 
     def budget(self, produced: int) -> int:
         """Tokens that may still be committed: the engine's own rule."""
@@ -48,19 +99,13 @@ class Trace:
         return room if self.max_tokens is None else min(room, self.max_tokens - produced)
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """What a proposer says one token ahead."""
-
-    token: int
-    confidence: float | None = None
-
-
-def teacher_forced(proposer: Proposer, trace: Trace) -> tuple[Guess | None, ...]:
+def teacher_forced(
+    proposer: Proposer, trace: Trace, observe: Callable[[Sequence[int]], None] = lambda tokens: None
+) -> PrefixGuesses:
     """The proposer's guess for every token of the answer, given all tokens before it: one pass, good for every γ.
 
     Only for chain proposers whose guess depends on the tokens before it alone (a draft model; not a lookup, whose guess
-    depends on where the copy began).
+    depends on where the copy began). observe: told of every committed token, as the answer's sampler is.
     """
     committed = list(trace.prompt)
     proposer.rollback(0)
@@ -69,36 +114,94 @@ def teacher_forced(proposer: Proposer, trace: Trace) -> tuple[Guess | None, ...]
         draft = proposer.propose(committed, 1)
         guesses.append(None if draft is None else Guess(draft.tokens[0], draft.confidence))
         committed.append(token)
-    return tuple(guesses)
+        observe([token])
+    return PrefixGuesses(tuple(guesses))
 
 
 class GuessProposer:
-    """A proposer played back from its guesses on one trace."""
+    """A model that drafts (propose.model) played back on one trace: as in a new session, it has read nothing."""
 
     reason: str | None = None
 
-    def __init__(self, name: str, prompt_tokens: int, guesses: Sequence[Guess | None], filler: int = MISMATCH) -> None:
+    def __init__(
+        self,
+        name: str,
+        prompt_tokens: int,
+        drafter: Drafter,
+        cost: ProposeMs | None = None,
+        filler: int = MISMATCH,
+    ) -> None:
         """filler: proposed where there is no guess; a token of the vocabulary when a model is to read it."""
         self.name = name
+        self.spent_ms = 0.0  # in all calls of `propose`
         self._filler = filler
         self._prompt_tokens = prompt_tokens
-        self._guesses = guesses
+        self._drafter = drafter
+        self._cost = cost or ProposeMs()
+        self._read = 0  # committed tokens that are in its cache,
+        self._drafted: list[int] = []  # and those of its last draft behind them
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
-        begin = len(committed) - self._prompt_tokens
-        ahead = self._guesses[begin : begin + limit]
+        drafter = self._drafter
+        levels = limit if drafter.capacity is None else min(limit, drafter.capacity - len(committed) + 1)
+        ahead = drafter.guesses.ahead(len(committed) - self._prompt_tokens, max(0, levels))
         if not ahead or ahead[0] is None:
             return None
+        unread = self._unread(committed)
+        if drafter.at_once is not None and unread > drafter.at_once:
+            self._read, self._drafted = len(committed) - unread + drafter.at_once, []
+            self.spent_ms += self._cost.of(0, drafter.at_once)
+            return None
         tokens = [self._filler if guess is None else guess.token for guess in ahead]
-        # The real one would go on behind the end of the answer, where nothing can be committed.
-        tokens += [self._filler] * (limit - len(tokens))
+        # The real one goes on behind a wrong token, and behind the end of the answer.
+        tokens += [self._filler] * (levels - len(tokens))
+        self._read, self._drafted = len(committed), tokens[:-1]
+        self.spent_ms += self._cost.of(levels, unread)
         return replace(Draft.chain(tokens, source=self.name), confidence=ahead[0].confidence)
+
+    def _unread(self, committed: Sequence[int]) -> int:
+        """As `DraftModel.lag`: what was read for accepted drafts counts, and the last token is always read anew."""
+        if self._drafter.at_once is None:
+            return 1
+        most = len(committed) - 1
+        kept = min(self._read, most)
+        for token in self._drafted:
+            if kept >= most or token != committed[kept]:
+                break
+            kept += 1
+        return len(committed) - kept
 
     def observe(self, tokens: Sequence[int], hidden: object, start: int) -> None:
         pass
 
     def rollback(self, length: int) -> None:
-        pass
+        self._read, self._drafted = min(self._read, length), []
+
+
+class PlayedMix(MixProposer):
+    """`mix` with a model that is played back."""
+
+    def __init__(self, lookup: Proposer, model: GuessProposer, judge: Judge, lookup_ms: float) -> None:
+        super().__init__(lookup, model, judge)
+        self._played = model
+        self._lookup_ms = lookup_ms
+        self._lookups = 0
+
+    @property
+    def spent_ms(self) -> float:
+        return self._played.spent_ms + self._lookups * self._lookup_ms
+
+    def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
+        self._lookups += 1
+        return super().propose(committed, limit)
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A proposer that knows what its proposing would have taken."""
+
+    @property
+    def spent_ms(self) -> float: ...
 
 
 def replay(trace: Trace, proposer: Proposer, policy: Policy, costs: Costs) -> RunRecord:
@@ -123,7 +226,7 @@ def _cycle(trace: Trace, committed: list[int], proposer: Proposer, policy: Polic
     produced = len(committed) - len(trace.prompt)
     room = min(trace.budget(produced), trace.max_rows) - 1
     limit = min(room, policy.limit(proposer.name)) if room >= 1 else 0
-    found = proposer.propose(committed, limit) if limit >= 1 else None
+    found, propose_ms = _propose(committed, limit, proposer, costs) if limit >= 1 else (None, 0.0)
     draft = policy.trim(found) if found else None
     upcoming = trace.answer[produced:]
     accepted, ending = _accept(draft, upcoming)
@@ -135,13 +238,23 @@ def _cycle(trace: Trace, committed: list[int], proposer: Proposer, policy: Polic
         accepted=accepted,
         committed=count,
         ending=ending,
-        propose_ms=costs.propose_ms(found.source, len(found)) if found else costs.propose_ms(proposer.name, 0),
+        propose_ms=propose_ms,
         verify_ms=costs.step_ms(1 + proposed, len(committed)),
         reconcile_ms=costs.token_ms * count,
         source=draft.source if draft else "none",
         match=draft.match if draft else 0,
+        width=draft.width if draft else 1,
         confidence=draft.confidence if draft else None,
     )
+
+
+def _propose(committed: Sequence[int], limit: int, proposer: Proposer, costs: Costs) -> tuple[Draft | None, float]:
+    """A draft, and the milliseconds that it took."""
+    if not isinstance(proposer, Timed):
+        return proposer.propose(committed, limit), costs.propose_ms(proposer.name)
+    before = proposer.spent_ms
+    draft = proposer.propose(committed, limit)
+    return draft, proposer.spent_ms - before
 
 
 def _accept(draft: Draft | None, upcoming: Sequence[int]) -> tuple[int, Ending]:

@@ -6,20 +6,20 @@ A speedup is a setting's speed over plain decoding's on the same text; over kind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import Literal
 
-from specgen.options import MAX_GAMMA, NgramOptions
+from specgen.options import MAX_GAMMA, NgramOptions, ProposerName
 from specgen.propose.base import Proposer
 from specgen.propose.ngram import NgramProposer
 from specgen.propose.none import NoProposer
 from specgen.records import RunRecord
 from specgen.tune.controller import AutoGamma, FixedGamma
 from specgen.tune.predict import Costs
-from specgen.tune.replay import Policy, Trace, replay
+from specgen.tune.replay import GuessProposer, PlayedMix, Policy, Trace, replay
 from specgen.tune.setting import PLAIN, Setting
 
 Objective = Literal["tok/s", "p95"]
@@ -31,20 +31,36 @@ TREES = (2, 3)
 """Continuations at each place that are tried, for the best chains."""
 TREE_CHAINS = 3
 """How many chains are tried as trees."""
+DRAFTERS: tuple[ProposerName, ...] = ("model", "skip")
+"""Proposers that are a model of their own."""
+MIXED_NGRAMS = 2
+"""How many sizes of n-gram are tried together with a draft model."""
 FLOOR = 0.97
 """A setting that makes any kind of text slower than this share of plain decoding is not chosen."""
 CERTAINTY = 1.645
 """Standard errors below the estimate that must still beat plain: one in twenty lucky settings gets through."""
 
-ProposerMaker = Callable[[Setting, Trace], Proposer]
-
 
 def candidates(gammas: Sequence[int] = GAMMAS, ngrams: Sequence[tuple[int, int]] = NGRAMS) -> list[Setting]:
-    """Every setting that is searched; plain is the first."""
+    """Every setting that needs no model beside the target, but trees; plain is the first."""
     found = [PLAIN]
     for n_min, n_max in ngrams:
         found += [Setting("ngram", gamma, n_max, n_min) for gamma in (None, *gammas)]
     return found
+
+
+def drafted_candidates(drafters: Collection[str], gammas: Sequence[int] = GAMMAS) -> list[Setting]:
+    """Every setting in which a model drafts at every place; drafters: `model`, `skip`."""
+    return [Setting(name, gamma) for name in DRAFTERS if name in drafters for gamma in (None, *gammas)]
+
+
+def mixed_candidates(
+    predictions: Sequence[Prediction], objective: Objective = "tok/s", gammas: Sequence[int] = GAMMAS
+) -> list[Setting]:
+    """`mix`, with the sizes of n-gram that look up best by themselves."""
+    lookups = [p.setting for p in ranked(predictions, objective) if p.setting.proposer == "ngram"]
+    sizes = list(dict.fromkeys((setting.n_min, setting.n_max) for setting in lookups))[:MIXED_NGRAMS]
+    return [Setting("mix", gamma, n_max, n_min) for n_min, n_max in sizes for gamma in (None, *gammas)]
 
 
 def tree_candidates(predictions: Sequence[Prediction], objective: Objective = "tok/s") -> list[Setting]:
@@ -59,19 +75,24 @@ def _fits(chain: Setting, width: int) -> bool:
     return chain.gamma is not None and chain.gamma * width <= MAX_GAMMA
 
 
-def lookup_proposer(setting: Setting, trace: Trace) -> Proposer:
-    """Proposers that need no model."""
-    assert setting.proposer in ("none", "ngram")
+def played_proposer(setting: Setting, trace: Trace, policy: Policy, costs: Costs) -> Proposer:
+    """The proposer of `setting` on a trace; models are played back from what they said along it."""
     if setting.is_plain:
         return NoProposer()
-    return NgramProposer(NgramOptions(setting.n_max, setting.n_min), setting.tree)
+    lookup = NgramProposer(NgramOptions(setting.n_max, setting.n_min), setting.tree)
+    if setting.proposer == "ngram":
+        return lookup
+    assert setting.tree == 1, "what a model would put beside its best token is not recorded"
+    name = "skip" if setting.proposer == "skip" else "model"
+    model = GuessProposer(name, len(trace.prompt), trace.drafters[name], costs.propose.get(name))
+    return PlayedMix(lookup, model, policy, costs.propose_ms("ngram")) if setting.proposer == "mix" else model
 
 
 def policy_of(setting: Setting, costs: Costs, context_tokens: int) -> Policy:
-    """The γ policy that the session would use, with the calibrated table."""
+    """The γ policy that the session would use, with the calibrated tables."""
     if setting.gamma is not None:
         return FixedGamma(setting.gamma, setting.tree)
-    policy = AutoGamma(costs.at(context_tokens), width=setting.tree)
+    policy = AutoGamma(costs.at(context_tokens), width=setting.tree, drafting=costs.drafting(context_tokens))
     policy.new_text(context_tokens)
     return policy
 
@@ -95,18 +116,14 @@ class Prediction:
         return self.ms_per_token if objective == "tok/s" else self.gap_p95_ms
 
 
-def predict(
-    setting: Setting, traces: Mapping[str, Sequence[Trace]], costs: Costs, make: ProposerMaker = lookup_proposer
-) -> Prediction:
+def predict(setting: Setting, traces: Mapping[str, Sequence[Trace]], costs: Costs) -> Prediction:
     """Replay `setting` on the traces of every kind."""
     ms: dict[str, float] = {}
     gaps: dict[str, float] = {}
     yields: dict[str, float] = {}
     records: dict[str, list[RunRecord]] = {}
     for kind, known in traces.items():
-        runs = [
-            replay(trace, make(setting, trace), policy_of(setting, costs, len(trace.prompt)), costs) for trace in known
-        ]
+        runs = [_played(setting, trace, costs) for trace in known]
         tokens = sum(run.completion_tokens for run in runs)
         ms[kind] = sum(run.ttft_ms + run.decode_ms for run in runs) / max(1, tokens)
         gaps[kind] = fmean(run.gap_percentile_ms(95) or 0.0 for run in runs)
@@ -115,15 +132,15 @@ def predict(
     return Prediction(setting, ms, gaps, yields, records)
 
 
-def search(
-    settings: Sequence[Setting],
-    traces: Mapping[str, Sequence[Trace]],
-    costs: Costs,
-    make: ProposerMaker = lookup_proposer,
-) -> Iterator[Prediction]:
+def _played(setting: Setting, trace: Trace, costs: Costs) -> RunRecord:
+    policy = policy_of(setting, costs, len(trace.prompt))
+    return replay(trace, played_proposer(setting, trace, policy, costs), policy, costs)
+
+
+def search(settings: Sequence[Setting], traces: Mapping[str, Sequence[Trace]], costs: Costs) -> Iterator[Prediction]:
     """One prediction for each setting, as they are made."""
     for setting in settings:
-        yield predict(setting, traces, costs, make)
+        yield predict(setting, traces, costs)
 
 
 def overall(speedups: Mapping[str, float]) -> float:
