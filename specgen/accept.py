@@ -7,7 +7,7 @@ and the target's own token behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specgen.draft import ROOT, Draft
 from specgen.options import AcceptName
-from specgen.sampling import Purpose, Sampler
+from specgen.sampling import Drawing, Purpose, Sampler, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,36 @@ class AcceptRule(Protocol):
     name: AcceptName
     lossless: bool  # whether the output has the target's distribution
 
+    def drawing(self, sampler: Sampler) -> Drawing | None:
+        """How a device can draw the target's token of every row by itself, where that decides what is accepted."""
+        ...
+
     def __call__(self, draft: Draft | None, logits: Tensor, position: int, sampler: Sampler) -> Verdict:
         """logits (1 + N, V); `position` is that of the first token to be chosen."""
         ...
+
+
+def follow(draft: Draft | None, token_after: Callable[[int, Sequence[int]], int]) -> Verdict:
+    """The path of nodes that are the target's own samples. `token_after(node, path)`: the target's token behind a node
+    (ROOT: behind the pending token), where `path` are the draft tokens up to it."""
+    path: list[int] = []
+    tokens: list[int] = []
+    node = ROOT
+    while True:
+        token = token_after(node, tokens)
+        children = draft.children(node) if draft else []
+        child = next((c for c in children if draft and draft.tokens[c] == token), None)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
+        tokens.append(token)
+        node = child
+
+
+def follow_drawn(draft: Draft | None, drawn: Sequence[int]) -> Verdict:
+    """The same where the target's token of each row is drawn already (R,); NonFiniteLogitsError when the path meets a
+    row that has none."""
+    return follow(draft, lambda node, _: finite(drawn[node + 1]))
 
 
 class Coupled:
@@ -43,19 +70,14 @@ class Coupled:
     name: AcceptName = "coupled"
     lossless = True
 
+    def drawing(self, sampler: Sampler) -> Drawing | None:
+        return sampler.drawing
+
     def __call__(self, draft: Draft | None, logits: Tensor, position: int, sampler: Sampler) -> Verdict:
-        path: list[int] = []
-        tokens: list[int] = []
-        node = ROOT
-        while True:
-            token = sampler.token(logits[node + 1], tokens, position + len(tokens))
-            children = draft.children(node) if draft else []
-            child = next((c for c in children if draft and draft.tokens[c] == token), None)
-            if child is None:
-                return Verdict(tuple(path), token)
-            path.append(child)
-            tokens.append(token)
-            node = child
+        if sampler.draws_rows:
+            positions = [position, *(position + depth for depth in draft.depths)] if draft else [position]
+            return follow_drawn(draft, sampler.tokens(logits, positions))
+        return follow(draft, lambda node, path: sampler.token(logits[node + 1], path, position + len(path)))
 
 
 class Rejection:
@@ -67,6 +89,9 @@ class Rejection:
 
     name: AcceptName = "rejection"
     lossless = True
+
+    def drawing(self, sampler: Sampler) -> Drawing | None:
+        return None  # the target's probabilities decide, not its sample
 
     def __call__(self, draft: Draft | None, logits: Tensor, position: int, sampler: Sampler) -> Verdict:
         path: list[int] = []
@@ -116,6 +141,9 @@ class Typical:
 
     name: AcceptName = "typical"
     lossless = False
+
+    def drawing(self, sampler: Sampler) -> Drawing | None:
+        return None  # the target's probabilities decide, not its sample
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         self.epsilon = epsilon

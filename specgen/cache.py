@@ -21,14 +21,22 @@ KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 class KVCache:
     """Static storage for `capacity` slots per layer. Slots behind `length` hold rubbish and are never seen."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         shape = (layers, kv_heads, capacity, head_dim)
-        # torch.empty leaves untouched pages unmapped: memory grows with the slots that are really written.
-        self._k = torch.empty(shape, dtype=dtype)
-        self._v = torch.empty(shape, dtype=dtype)
+        # On the CPU torch.empty leaves untouched pages unmapped: memory grows with the slots that are really written.
+        self._k = torch.empty(shape, dtype=dtype, device=device)
+        self._v = torch.empty(shape, dtype=dtype, device=device)
         quantised = dtype == torch.int8
-        self._k_scale = torch.empty(shape[:3], dtype=torch.float32) if quantised else None
-        self._v_scale = torch.empty(shape[:3], dtype=torch.float32) if quantised else None
+        self._k_scale = torch.empty(shape[:3], dtype=torch.float32, device=device) if quantised else None
+        self._v_scale = torch.empty(shape[:3], dtype=torch.float32, device=device) if quantised else None
         self.layers = tuple(self._layer(index) for index in range(layers))
         self.capacity = capacity
         self._length = 0

@@ -10,18 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from specgen.accept import AcceptRule, Verdict
+from specgen.accept import AcceptRule, Verdict, follow_drawn
 from specgen.cache import KVCache
 from specgen.cancel import Cancel
 from specgen.draft import Draft
 from specgen.events import FinishReason
 from specgen.kernels.base import Attend
-from specgen.propose.base import Proposer, ReadsRows
+from specgen.propose.base import AnyProposer, Checked, DeviceDraft, ReadsRows
 from specgen.records import CycleRecord, Ending, RunRecord
 from specgen.sampling import NonFiniteLogitsError, Sampler
-from specgen.step import StepOut, StepRunner
+from specgen.step import DrawsRows, StepOut, StepRunner
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GammaPolicy(Protocol):
@@ -59,7 +62,7 @@ class Answer:
     """Everything one answer needs beside the target itself."""
 
     prompt: Sequence[int]  # ≥ 1 token
-    proposer: Proposer
+    proposer: AnyProposer
     policy: GammaPolicy
     rule: AcceptRule
     sampler: Sampler
@@ -128,6 +131,8 @@ class Engine:
         """Cycles until the answer ends; the last one carries the reason. Closing the iterator is a cancel: whatever was
         yielded is committed, and nothing else."""
         assert self.cache.length == len(self.committed) - 1
+        if isinstance(self.runner, DrawsRows):
+            self.runner.draw_with(answer.rule.drawing(answer.sampler))
         produced = 0
         while True:
             reason = self._out_of_budget(answer, produced)
@@ -156,13 +161,13 @@ class Engine:
 
     def _cycle(self, answer: Answer, budget: int) -> Cycle:
         began = self.clock()
-        draft, fallback = self._propose(answer, budget)
+        asked, fallback = self._propose(answer, budget)
         proposed = self.clock()
-        tokens = [self.committed[-1], *(draft.tokens if draft else ())]
-        with self.cache.transaction(len(tokens)):
-            out = self.runner.step(tokens, _parents(draft), self.cache)
+        with self.cache.transaction(1 + (len(asked) if asked else 0)):
+            checked = self._check(answer, asked)
+            draft, out = checked.draft, checked.out
             verified = self.clock()
-            verdict = self._accept(answer, draft, tokens, out)
+            verdict = self._accept(answer, draft, out)
             if draft is not None and isinstance(answer.proposer, ReadsRows):
                 answer.proposer.checked(draft, out.logits)
             new = [*(draft.tokens[node] for node in verdict.path if draft), verdict.next_token]
@@ -170,10 +175,11 @@ class Engine:
             rows = [0, *(node + 1 for node in verdict.path)][:kept]
             start = self.cache.length
             self.cache.commit(rows)
+        proposed += 1e-3 * checked.draft_ms
         stored = [self.committed[-1], *new[: kept - 1]]
         self.committed.extend(new[:kept])
         answer.sampler.observe(new[:kept])
-        answer.proposer.observe(stored, out.hidden[rows], start)
+        answer.proposer.observe(stored, _taken(out.hidden, rows), start)
         record = CycleRecord(
             proposed=len(draft) if draft else 0,
             depth=draft.depth if draft else 0,
@@ -187,12 +193,12 @@ class Engine:
             match=draft.match if draft else 0,
             width=draft.width if draft else 1,
             confidence=draft.confidence if draft else None,
-            fallback=fallback,
+            fallback=checked.reason or fallback,
         )
         answer.policy.observe(record)
         return Cycle(tuple(new[:kept]), record.accepted, record, reason)
 
-    def _propose(self, answer: Answer, budget: int) -> tuple[Draft | None, str | None]:
+    def _propose(self, answer: Answer, budget: int) -> tuple[Draft | DeviceDraft | None, str | None]:
         """A draft of which every token could still be committed, or None and why."""
         # The target's own token takes one place of the budget, so a longer draft could not be kept anyway.
         room = min(budget - 1, self.runner.widths[-1] - 1, self.cache.room() - 1)
@@ -205,21 +211,42 @@ class Engine:
         if draft is None:
             return None, _nothing_proposed(answer.proposer)
         assert len(draft) <= limit
+        if not isinstance(draft, Draft):
+            return draft, None
         trimmed = answer.policy.trim(draft)
         return trimmed, None if trimmed else answer.policy.reason
 
-    def _accept(self, answer: Answer, draft: Draft | None, tokens: Sequence[int], out: StepOut) -> Verdict:
+    def _check(self, answer: Answer, asked: Draft | DeviceDraft | None) -> Checked:
+        """The target's step over the pending token and the draft, which a device may make within that step."""
+        if asked is None or isinstance(asked, Draft):
+            return Checked(asked, self.runner.step(self._rows(asked), _parents(asked), self.cache))
+        checked = asked.check(self.cache)
+        if checked.draft is not None:
+            answer.policy.trim(checked.draft)  # nothing is left to trim: the policy learns what the draft was like
+        return checked
+
+    def _rows(self, draft: Draft | None) -> list[int]:
+        return [self.committed[-1], *(draft.tokens if draft else ())]
+
+    def _accept(self, answer: Answer, draft: Draft | None, out: StepOut) -> Verdict:
         try:
+            if out.drawn is not None:
+                return follow_drawn(draft, out.drawn)
             return answer.rule(draft, out.logits, len(self.committed), answer.sampler)
         except NonFiniteLogitsError as error:
             attend = Attend.tree(self.cache.length, tuple(_parents(draft)))
-            where = self.runner.diagnose(tokens, attend, self.cache)
+            where = self.runner.diagnose(self._rows(draft), attend, self.cache)
             raise NonFiniteLogitsError(f"{error.message}: first in {where or 'the sampler'}", error.hint) from None
 
 
 def _parents(draft: Draft | None) -> list[int]:
     """Parent rows: row 0 is the pending token, row i + 1 is draft node i."""
     return [-1, *(parent + 1 for parent in draft.parents)] if draft else [-1]
+
+
+def _taken(hidden: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of hidden (R, H); a view where they are the first ones, as in a chain: no index has to reach a device."""
+    return hidden[: len(rows)] if rows[-1] == len(rows) - 1 else hidden[rows]
 
 
 def _ending(draft: Draft | None, verdict: Verdict, kept: int) -> Ending:
@@ -231,7 +258,7 @@ def _ending(draft: Draft | None, verdict: Verdict, kept: int) -> Ending:
     return "corrected" if draft.children(leaf) else "bonus"
 
 
-def _nothing_proposed(proposer: Proposer) -> str | None:
+def _nothing_proposed(proposer: AnyProposer) -> str | None:
     if proposer.name == "none":
         return None
     return proposer.reason or f"{proposer.name}: nothing to propose"

@@ -8,6 +8,7 @@ drafts, acceptance, text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specgen.errors import ExitCode, SpecgenError, UsageError
-from specgen.kernels.base import NON_FINITE, Noise, Truncation
+from specgen.kernels.base import NON_FINITE, Noise, SamplesRows, Truncation
 from specgen.kernels.philox import uniform
 from specgen.kernels.reference import race, race_order, truncated_probs
 from specgen.options import SamplingOptions
@@ -32,6 +33,8 @@ class Purpose(IntEnum):
 
 class SamplingKernels(Protocol):
     """The two ops of `kernels.base.Kernels` that choose tokens."""
+
+    device: torch.device
 
     def gumbel_argmax(self, logits: Tensor, cut: Truncation, noise: Noise) -> int: ...
 
@@ -56,7 +59,17 @@ class NonFiniteLogitsError(SpecgenError):
     code = ExitCode.MODEL
 
 
-def _finite(token: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How tokens are drawn where a row's logits alone decide: all that a device needs to do it by itself."""
+
+    cut: Truncation
+    seed: int
+    vocab: int  # logits behind it are padding
+
+
+def finite(token: int) -> int:
+    """`token`, or NonFiniteLogitsError where an op said NON_FINITE."""
     if token == NON_FINITE:
         raise NonFiniteLogitsError("the model's logits are not finite", hint="the weights may be damaged")
     return token
@@ -85,8 +98,11 @@ class Sampler:
         self._forbids = self._bias is not None and bool((self._bias == -torch.inf).any())
         penalised = options.has_penalties
         self._seen = self._counts(prompt) if penalised else None  # (V,) in prompt and answer
-        self._said = torch.zeros(vocab) if penalised else None  # (V,) in the answer
+        self._said = torch.zeros(vocab, device=kernels.device) if penalised else None  # (V,) in the answer
         self._constraint = constraint
+        # Whether what stands before a row changes nothing but its logits.
+        self._by_row = not penalised and constraint is None
+        self._rows = kernels if self._by_row and isinstance(kernels, SamplesRows) else None
 
     def _dense_bias(self) -> Tensor | None:
         if not self.options.logit_bias:
@@ -96,10 +112,16 @@ class Sampler:
             if token >= self.vocab:
                 raise UsageError(f"logit bias names token {token}", hint=f"token ids end at {self.vocab - 1}")
             bias[token] = value
-        return bias
+        return bias.to(self._kernels.device)
 
     def _counts(self, tokens: Sequence[int]) -> Tensor:
-        return torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=self.vocab).float()[: self.vocab]
+        counts = torch.bincount(torch.tensor(tokens, dtype=torch.long), minlength=self.vocab)
+        return counts.float()[: self.vocab].to(self._kernels.device)
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """What a device must know to draw the target's tokens itself; None where it takes more than a row's logits."""
+        return Drawing(self._cut, self.options.seed, self.vocab) if self._by_row and self._bias is None else None
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tokens of the answer were committed."""
@@ -139,12 +161,25 @@ class Sampler:
     def token(self, logits: Tensor, path: Sequence[int], position: int) -> int:
         """The target's own token at `position`: argmax(log p + G(seed, position, ·))."""
         noise = Noise(self.options.seed, position, Purpose.TOKEN)
-        return _finite(self._kernels.gumbel_argmax(self.adjust(logits, path), self._cut, noise))
+        return finite(self._kernels.gumbel_argmax(self.adjust(logits, path), self._cut, noise))
+
+    @property
+    def draws_rows(self) -> bool:
+        """Whether the kernels gain by many rows at once, and the path before a row does not matter."""
+        return self._rows is not None
+
+    def tokens(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
+        """`token` of every row of logits (R, ≥ V) at its position, NON_FINITE where that would raise."""
+        assert self._rows is not None, "see draws_rows"
+        adjusted = logits[:, : self.vocab]
+        if self._bias is not None:
+            adjusted = adjusted + self._bias
+        return self._rows.gumbel_argmax_rows(adjusted, self._cut, self.options.seed, positions)
 
     def probs(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """(V,) float32 distribution after all transforms: `target_probs` of the target, `draft_probs` of a draft."""
         adjusted = self.adjust(logits, path)
-        _finite(self._kernels.argmax(adjusted[None])[0])
+        finite(self._kernels.argmax(adjusted[None])[0])
         return truncated_probs(adjusted, self._cut)
 
     def likelihood(self, logits: Tensor, path: Sequence[int], token: int | None = None) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specgen.kernels.base import Attend
 
@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specgen.cache import KVCache
+    from specgen.sampling import Drawing
 
 
 @dataclass(frozen=True, slots=True)
 class StepOut:
+    """Tensors may be the runner's own: they hold until its next step."""
+
     logits: Tensor  # (R, V) float32, or (1, V) when only the last row's were asked for
     hidden: Tensor  # (R, H) float32, before the final norm (likewise)
+    drawn: Sequence[int] | None = None  # (R,) the target's token behind each row, from a runner that draws (DrawsRows)
 
 
 class Model(Protocol):
@@ -48,6 +52,15 @@ class StepRunner(Protocol):
 
     def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
         """Name the first place where these rows become non-finite."""
+        ...
+
+
+@runtime_checkable
+class DrawsRows(Protocol):
+    """A runner that can draw the target's token of every row within the step, so that a cycle reads back once."""
+
+    def draw_with(self, drawing: Drawing | None) -> None:
+        """From now on; None: only logits are wanted."""
         ...
 
 

@@ -9,9 +9,10 @@ Letters: R rows, K inputs, N outputs, V vocabulary, D head dim, S cached rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -154,6 +155,7 @@ class Kernels(Protocol):
     """A backend. All activations are float32 on the CPU; outputs are new tensors unless an argument says `out`."""
 
     name: str  # "reference", "torch", "cpu avx2", …
+    device: torch.device  # where weights, caches and activations live
 
     def prepare(self, weight: QuantLinear) -> Any:
         """`weight` laid out for this backend's `linear` and `embedding` (the packed original may then be dropped)."""
@@ -195,4 +197,13 @@ class Kernels(Protocol):
 
     def argmax(self, logits: Tensor) -> list[int]:
         """The first largest of each row of (R, V), NON_FINITE where a row has NaN or +inf or is all -inf."""
+        ...
+
+
+@runtime_checkable
+class SamplesRows(Protocol):
+    """A backend to which one call for many rows costs little more than one for a single row."""
+
+    def gumbel_argmax_rows(self, logits: Tensor, cut: Truncation, seed: int, positions: Sequence[int]) -> list[int]:
+        """`gumbel_argmax` of every row of logits (R, V), row r with the noise of positions[r]: the same bits."""
         ...

@@ -129,6 +129,7 @@ class ReferenceKernels:
     """Every op of `kernels.base.Kernels`, one row at a time."""
 
     name = "reference"
+    device = torch.device("cpu")
 
     def prepare(self, weight: QuantLinear) -> Any:
         return Dense(weight.dequantize().contiguous(), weight.bias)

@@ -26,7 +26,7 @@ from specgen.step import StepOut
 class TappedOut(StepOut):
     """A step of a decoder with taps."""
 
-    taps: tuple[Tensor, ...]  # one (R, H) for each tapped layer: the hidden state that enters it
+    taps: tuple[Tensor, ...] = ()  # one (R, H) for each tapped layer: the hidden state that enters it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,20 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, kernels: Kernels, taps: Collection[int] = ()) -> None:
         self.spec = spec
         self.kernels = kernels
-        self.weights = weights.map(kernels.prepare)
         self.taps = frozenset(taps)
+        self.weights = self._lay_out(weights)
         self._skipped_attention: frozenset[int] = frozenset()
         self._skipped_mlp: frozenset[int] = frozenset()
-        self._ropes = {layer.rope: RopeTable(layer.rope) for layer in spec.layers if layer.rope is not None}
+        ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
+        self._ropes = {rope: RopeTable(rope, kernels.device) for rope in ropes}
+
+    def _lay_out(self, weights: ModelWeights) -> ModelWeights:
+        return weights.map(self.kernels.prepare)
 
     def new_cache(self, capacity: int, dtype: torch.dtype = torch.float32) -> KVCache:
         """An empty cache of `capacity` slots with this model's shape."""
         spec = self.spec
-        return KVCache(len(spec.layers), spec.kv_heads, spec.head_dim, capacity, dtype)
+        return KVCache(len(spec.layers), spec.kv_heads, spec.head_dim, capacity, dtype, self.kernels.device)
 
     def skipping(self, attention: Collection[int], mlp: Collection[int]) -> Decoder:
         """The same model without these sublayers, sharing all weights. It needs a cache of its own: a layer whose
@@ -75,7 +79,7 @@ class Decoder:
         if last_only:
             x = x[-1:]
         logits = self._logits(self._norm(x, self.weights.norm))
-        return TappedOut(logits, x, tuple(taps)) if self.taps else StepOut(logits, x)
+        return TappedOut(logits, x, taps=tuple(taps)) if self.taps else StepOut(logits, x)
 
     def find_non_finite(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
         """Where NaN or infinity first appears in a step: the step is run again, module by module, over the same slots
@@ -101,7 +105,8 @@ class Decoder:
 
     def _embed(self, tokens: Sequence[int]) -> Tensor:
         """(R, H)"""
-        return self.kernels.embedding(torch.tensor(tokens), self.weights.embedding) * self.spec.embedding_scale
+        ids = torch.tensor(tokens, device=self.kernels.device)
+        return self.kernels.embedding(ids, self.weights.embedding) * self.spec.embedding_scale
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x (…, H) unchanged where the family has no norm."""

@@ -148,23 +148,30 @@ def rope_spec(settings: RopeSettings) -> RopeSpec:
 
 
 class RopeTable:
-    """cos and sin of one RopeSpec by position, computed when first asked for."""
+    """cos and sin of one RopeSpec by position, computed (on the CPU, whatever the device) when first asked for."""
 
-    def __init__(self, rope: RopeSpec) -> None:
+    def __init__(self, rope: RopeSpec, device: torch.device | str = "cpu") -> None:
         self._inverse = torch.tensor(rope.inv_freq, dtype=torch.float32)
         self._factor = rope.attention_factor
-        self._cos = torch.empty(0, rope.dims // 2)
-        self._sin = torch.empty(0, rope.dims // 2)
+        self._device = device
+        self._cos = torch.empty(0, rope.dims // 2, device=device)
+        self._sin = torch.empty(0, rope.dims // 2, device=device)
 
     def rows(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """positions (R,) → cos, sin (R, dims / 2)."""
-        while max(positions) >= len(self._cos):
-            self._grow()
-        index = torch.tensor(positions)
-        return self._cos[index], self._sin[index]
+        index = torch.tensor(positions, device=self._device)
+        cos, sin = self.table(max(positions) + 1)
+        return cos[index], sin[index]
 
-    def _grow(self) -> None:
-        start = len(self._cos)
+    def table(self, count: int) -> tuple[Tensor, Tensor]:
+        """cos, sin (≥ count, dims / 2) of positions 0, 1, …: views of what is kept, which a longer table replaces."""
+        if count > len(self._cos):
+            start, stop = len(self._cos), -(-count // TABLE_BLOCK) * TABLE_BLOCK
+            blocks = [self._block(begin) for begin in range(start, stop, TABLE_BLOCK)]
+            self._cos = torch.cat((self._cos, *(cos for cos, _ in blocks)))
+            self._sin = torch.cat((self._sin, *(sin for _, sin in blocks)))
+        return self._cos, self._sin
+
+    def _block(self, start: int) -> tuple[Tensor, Tensor]:
         angles = torch.arange(start, start + TABLE_BLOCK).float()[:, None] * self._inverse
-        self._cos = torch.cat((self._cos, angles.cos() * self._factor))
-        self._sin = torch.cat((self._sin, angles.sin() * self._factor))
+        return (angles.cos() * self._factor).to(self._device), (angles.sin() * self._factor).to(self._device)

@@ -6,12 +6,37 @@ Knows: the interface of a proposer. Does not know: what becomes of a draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specgen.draft import Draft
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from specgen.cache import KVCache
+    from specgen.step import StepOut
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A draft, and the target's step over its rows."""
+
+    draft: Draft | None  # None: only the pending token's row counts
+    out: StepOut  # (1 + N) rows
+    draft_ms: float = 0.0  # of the time that the whole took, what making the draft took
+    reason: str | None = None  # why a draft that was on its way cannot be used
+
+
+class DeviceDraft(Protocol):
+    """A chain that is not made yet: a device makes and checks it without coming back to the host in between. Its length
+    is settled, so it is checked whole."""
+
+    def __len__(self) -> int: ...
+
+    def check(self, cache: KVCache) -> Checked:
+        """Make and check it. `cache` is the target's, with 1 + len(self) rows reserved; the step's rows are drawn."""
+        ...
 
 
 class Proposer(Protocol):
@@ -32,6 +57,19 @@ class Proposer(Protocol):
     def rollback(self, length: int) -> None:
         """The session rewound to `length` committed tokens."""
         ...
+
+
+class AnyProposer(Protocol):
+    """A `Proposer`, or one that may leave its drafts to a device."""
+
+    name: str
+    reason: str | None
+
+    def propose(self, committed: Sequence[int], limit: int) -> Draft | DeviceDraft | None: ...
+
+    def observe(self, tokens: Sequence[int], hidden: Tensor | None, start: int) -> None: ...
+
+    def rollback(self, length: int) -> None: ...
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from specgen.draft import ROOT, Draft
-from specgen.propose.base import Proposer
+from specgen.propose.base import AnyProposer
 from specgen.propose.mix import Judge
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Grammar(Protocol):
 class ForcedProposer:
     """Tokens that must come, else the other proposer's draft without what the grammar forbids."""
 
-    def __init__(self, grammar: Grammar, inner: Proposer, judge: Judge) -> None:
+    def __init__(self, grammar: Grammar, inner: AnyProposer, judge: Judge) -> None:
         self.name = f"forced+{inner.name}"
         self.reason: str | None = None
         self._grammar = grammar
@@ -45,6 +45,7 @@ class ForcedProposer:
             return None
         draft = self._inner.propose(committed, allowed)
         self.reason = self._inner.reason
+        assert draft is None or isinstance(draft, Draft), "nobody leaves a draft to a device where a grammar prunes it"
         return None if draft is None else pruned(draft, self._grammar)
 
     def observe(self, tokens: Sequence[int], hidden: Tensor | None, start: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from specgen.draft import Draft
-from specgen.propose.base import Proposer
+from specgen.propose.base import AnyProposer, DeviceDraft, Proposer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,14 +33,14 @@ class MixProposer:
 
     name = "mix"
 
-    def __init__(self, lookup: Proposer, model: Proposer, judge: Judge, long_match: int = LONG_MATCH) -> None:
+    def __init__(self, lookup: Proposer, model: AnyProposer, judge: Judge, long_match: int = LONG_MATCH) -> None:
         self.reason: str | None = None
         self._lookup = lookup
         self._model = model
         self._judge = judge
         self._long_match = long_match
 
-    def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
+    def propose(self, committed: Sequence[int], limit: int) -> Draft | DeviceDraft | None:
         self.reason = None
         found = self._lookup.propose(committed, limit)
         if found is not None and found.match >= self._long_match and self._judge.worth(found):

@@ -63,15 +63,15 @@ class DraftModel:
     def __init__(self, runner: StepRunner, cache: KVCache, vocab: int) -> None:
         self.vocab = vocab
         self.capacity = cache.capacity
+        self.cache = cache
         self._runner = runner
-        self._cache = cache
         self._tokens: list[int] = []  # whose K and V are cached
 
     def lag(self, committed: Sequence[int], agreed: int) -> int:
         limit = min(len(self._tokens), len(committed) - 1)
         start = min(agreed, limit)
         shared = next((i for i in range(start, limit) if self._tokens[i] != committed[i]), limit)
-        self._cache.rollback(shared)
+        self.cache.rollback(shared)
         del self._tokens[shared:]
         return len(committed) - shared
 
@@ -82,13 +82,18 @@ class DraftModel:
     def extend(self, token: int) -> Tensor:
         return self._advance([token])
 
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Others have written K and V of `tokens` behind those read, into an open transaction of the cache."""
+        self.cache.commit(len(tokens))
+        self._tokens.extend(tokens)
+
     def forget(self) -> None:
         """As if nothing had been read."""
-        self._cache.rollback(0)
+        self.cache.rollback(0)
         self._tokens.clear()
 
     def _advance(self, tokens: Sequence[int]) -> Tensor:
-        logits = advance(self._runner, self._cache, tokens)
+        logits = advance(self._runner, self.cache, tokens)
         self._tokens.extend(tokens)
         return logits
 
@@ -112,17 +117,32 @@ class ModelProposer:
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
         assert limit >= 1
-        self.reason = self._broken or self._refusal(committed)
-        if self.reason is not None:
+        levels = self.levels(committed, limit)
+        if levels == 0:
             return None
-        levels = min(-(-limit // self._width), self._reader.capacity - len(committed) + 1)
         try:
             logits = self._catch_up(committed)
             return None if logits is None else self._draft(len(committed), levels, limit, logits)
         except NonFiniteLogitsError:
-            # The answer does not depend on the draft: go on without.
-            self.reason = self._broken = f"{self.name}: the draft's logits are not finite"
+            self.give_up()
             return None
+
+    def levels(self, committed: Sequence[int], limit: int) -> int:
+        """How deep a draft of at most `limit` nodes could be; 0, and a `reason`, where the reader cannot go on."""
+        self.reason = self._broken or self._refusal(committed)
+        if self.reason is not None:
+            return 0
+        return min(-(-limit // self._width), self._reader.capacity - len(committed) + 1)
+
+    def unread(self, committed: Sequence[int]) -> int:
+        """Committed tokens that the reader has not read."""
+        lag = self._reader.lag(committed, self._agreed)
+        self._agreed = len(committed)
+        return lag
+
+    def give_up(self) -> None:
+        """The draft is broken. The answer does not depend on it: go on without."""
+        self.reason = self._broken = f"{self.name}: the draft's logits are not finite"
 
     def observe(self, tokens: Sequence[int], hidden: Tensor | None, start: int) -> None:
         """Nothing to do: `propose` is given the whole committed sequence, and a parked draft need not read it."""
@@ -143,8 +163,7 @@ class ModelProposer:
 
     def _catch_up(self, committed: Sequence[int]) -> Tensor | None:
         """Logits (V,) after the committed tokens, or None while they are still being read."""
-        lag = self._reader.lag(committed, self._agreed)
-        self._agreed = len(committed)
+        lag = self.unread(committed)
         logits = self._reader.read(committed, min(lag, CATCH_UP_TOKENS))
         if lag > CATCH_UP_TOKENS:
             self.reason = f"{self.name}: the draft is still reading"

@@ -75,6 +75,8 @@ class _Arrays:
 class CpuKernels:
     """Implements `kernels.Kernels`. One call runs at a time; each call uses all `threads`."""
 
+    device = torch.device("cpu")
+
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
         self.threads = threads
