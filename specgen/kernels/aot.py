@@ -20,6 +20,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from specgen import kernels
 from specgen.errors import UsageError
 
@@ -37,7 +40,7 @@ REGISTER_FILE = 65536
 
 @dataclass(frozen=True, slots=True)
 class AotCase:
-    """One variant of a kernel, as a launch would make it. Options that are not named here take `launch_options`' value."""
+    """One variant of a kernel, as a launch would make it (with `launch_options`)."""
 
     name: str  # "linear int4 g128 min rows8 bf16": what the table calls it, unique in its module
     kernel: Any  # the function under @triton.jit
@@ -47,6 +50,49 @@ class AotCase:
     num_stages: int = 1
     aligned: tuple[str, ...] = ()  # pointers on 16 bytes and integers divisible by 16, as a launch would find them
     capabilities: tuple[int, ...] = CAPABILITIES  # bf16 kernels: BF16_CAPABILITIES
+
+    @classmethod
+    def of_launch(
+        cls,
+        name: str,
+        kernel: Any,
+        arguments: Mapping[str, Any],
+        constexprs: Mapping[str, Any],
+        options: tuple[int, int, tuple[int, ...]],
+    ) -> AotCase:
+        """The variant that a launch with these arguments (tensors, integers, floats, None) would compile.
+
+        options: num_warps, num_stages, capabilities.
+        """
+        types = {key: _type_of(value) for key, value in arguments.items() if value is not None}
+        absent = dict.fromkeys(arguments.keys() - types.keys())
+        varied = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+        aligned = tuple(key for key in types if key not in varied and _is_aligned(arguments[key]))
+        return cls(name, kernel, types, {**constexprs, **absent}, options[0], options[1], aligned, options[2])
+
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+
+
+def _type_of(value: Any) -> str:
+    """The name that Triton gives an argument's type."""
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: Any) -> bool:
+    """What a launch would find divisible by 16; a tensor of torch's allocator is."""
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 @dataclass(frozen=True, slots=True)

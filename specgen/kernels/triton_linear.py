@@ -1,0 +1,425 @@
+"""Products with packed weights on a graphics card, for a few rows of activations or many.
+
+Knows: how each kind of `TritonWeight` decodes in registers, and the order in which a product is summed. Does not know:
+models, formats. The reference is `reference.linear` and `reference.embedding`.
+
+A program takes 64 outputs and a part of K. Per iteration it reads one contiguous tile of packed weights (asynchronous
+copies of 16 bytes, several tiles ahead), decodes it once into the left operand of the matrix instructions (m16n8k16;
+m16n8k8 on Turing), and multiplies it with up to 64 rows, which stand in columns: a column of such an instruction's
+result depends on its own column alone, and one row costs 8 columns, not 16. The programs of the same outputs leave
+their sums in a workspace; the last one to finish adds them up, in the order of K.
+
+So a row's bits do not depend on the step that it is in: the cut of K is the weight's (`Tiles`), every sum over K runs
+in ascending order whatever the number of rows, no product is fused with a sum unless `tl.fma` says so, and for more
+than 64 rows one program walks through all the parts of K and adds them up as the last one would have. Sums of
+activations are products with ones, because a reduction's order is the compiler's choice and a matrix instruction's is
+not.
+
+Exactness. Decoded integers (16 + q for int4, q for int8) and e4m3 numbers are exact in the compute type; a group's
+scale and min multiply float32 sums: y = Σ_g scale · (x · q) + min · Σ x. Against the reference on activations already
+in the compute type, only the order of float32 sums differs; see tests/test_triton_linear.py for the errors allowed.
+Dequantising to bfloat16 before the product, as is usual, errs by about 1e-3 of a row's largest result and takes another
+instruction per weight. Rounded to the compute type are only codes that it does not hold (NF4 and FP4, not IQ4_NL), and
+dense weights that are stored in another type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specgen.kernels.aot import BF16_CAPABILITIES, AotCase, launch_options
+from specgen.kernels.triton_layout import BLOCK_N, Kind, TritonWeight, prepare
+from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, Nested, QuantLinear
+
+ROW_TILES = (8, 16, 32, 64)
+"""Rows that a program is compiled for: columns of 1, 2, 4 or 8 matrix instructions."""
+
+MOST_ROWS = ROW_TILES[-1]
+
+NUM_WARPS = 2
+"""Two warps of 32 outputs each reuse every activation that they read for two instructions; a block this small puts
+four to eight on a processor, which hide one another's waits. (Four warps would also select Hopper's warp-group
+instructions, whose shape follows the number of rows.)"""
+
+NUM_STAGES = {Kind.DENSE: 4, Kind.INT4: 4, Kind.INT8: 3, Kind.FP8: 3, Kind.CODE4: 3}
+"""Tiles in flight: 4 KiB for four bits, 8 KiB for the others."""
+
+_DENSE, _INT4, _INT8, _FP8, _CODE4 = (tl.constexpr(int(kind)) for kind in Kind)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _numbers(value):
+    """`value`; in float32, as exact, where Triton's interpreter would compute with the bits of a bfloat16."""
+    return value.to(tl.float32) if _INTERPRETED and value.dtype == tl.bfloat16 else value
+
+
+@triton.jit
+def _pairs(low, high):
+    """Values at even and odd inputs (n, s) → (n, 2 s)."""
+    return tl.join(low, high).reshape(low.shape[0], 2 * low.shape[1])
+
+
+@triton.jit
+def _halves(word, dtype: tl.constexpr):
+    """(n, s) int32, each two numbers of 16 bits → (n, 2 s) of `dtype`."""
+    low = word.to(tl.int16).to(dtype, bitcast=True)
+    return _pairs(low, (word >> 16).to(tl.int16).to(dtype, bitcast=True))
+
+
+@triton.jit
+def _nibbles(word, PART: tl.constexpr, dtype: tl.constexpr):
+    """16 + q for nibble PART of each half: q goes to the top of the mantissa of the number 16."""
+    UP: tl.constexpr = 3 if dtype == tl.bfloat16 else 6
+    moved = word << (UP - 4 * PART) if UP > 4 * PART else word >> (4 * PART - UP)
+    if dtype == tl.bfloat16:
+        return _halves((moved & 0x00780078) | 0x41804180, dtype)
+    else:
+        return _halves((moved & 0x03C003C0) | 0x4C004C00, dtype)
+
+
+@triton.jit
+def _bytes(word, PART: tl.constexpr, dtype: tl.constexpr):
+    """Byte PART of each half, less 128."""
+    unsigned = (word >> (8 * PART)) & 0x00FF00FF
+    if dtype == tl.float16:
+        return _halves(unsigned | 0x64006400, dtype) - 1152.0  # 1024 + u
+    else:
+        low = ((unsigned & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)  # 2**23 + u
+        high = ((unsigned >> 16) | 0x4B000000).to(tl.float32, bitcast=True)
+        return _pairs((low - 8388736.0).to(dtype), (high - 8388736.0).to(dtype))
+
+
+@triton.jit
+def _e4m3(word, PART: tl.constexpr, dtype: tl.constexpr):
+    """Byte PART of each half as e4m3: in a float16 its bits, moved below the sign, mean 2**-8 of the number, be it
+    subnormal or not; the scale makes up for that, see `triton_layout.E4M3_SCALE`."""
+    moved = word << 8 if PART == 0 else word
+    sign = moved & -2147450880  # 0x80008000
+    return _halves(sign | ((moved & 0x7F007F00) >> 1), tl.float16).to(dtype)
+
+
+@triton.jit
+def _codes(word, PART: tl.constexpr, code_ptr, dtype: tl.constexpr):
+    """The code of nibble PART of each half, from a table (16,) that stays in the first cache."""
+    index = (word >> (4 * PART)) & 0x000F000F
+    return _pairs(tl.load(code_ptr + (index & 0xF)).to(dtype), tl.load(code_ptr + (index >> 16)).to(dtype))
+
+
+@triton.jit
+def _centred(value):
+    return value - tl.full((1, 1), 24.0, value.dtype)
+
+
+@triton.jit
+def _decode(word, PART: tl.constexpr, KIND: tl.constexpr, CENTRED: tl.constexpr, code_ptr, dtype: tl.constexpr):
+    """word (n, sub / 2) int32 → values (n, sub) at inputs PART · sub… of its block; int4 is 16 + q, centred q - 8."""
+    if KIND == _DENSE:
+        return word
+    elif KIND == _INT4:
+        if CENTRED:
+            return _centred(_numbers(_nibbles(word, PART, dtype)))
+        else:
+            return _nibbles(word, PART, dtype)
+    elif KIND == _INT8:
+        return _bytes(word, PART, dtype)
+    elif KIND == _FP8:
+        return _e4m3(word, PART, dtype)
+    else:
+        return _codes(word, PART, code_ptr, dtype)
+
+
+@triton.jit
+def _value(inner_ptr, outer_ptr, group, n, stride, RATIO: tl.constexpr, SPAN: tl.constexpr):
+    """The scale or min (float32) of outputs n in a group: see `triton_layout.Values`."""
+    column = n // SPAN
+    value = tl.load(inner_ptr + group * stride + column).to(tl.float32)
+    if RATIO > 0:
+        value *= tl.load(outer_ptr + (group // RATIO) * stride + column).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _part(
+    x_ptr, words_ptr, scale_ptr, scale_outer_ptr, min_ptr, min_outer_ptr, code_ptr, perm_ptr,
+    rows, inputs, padded, scale_stride, first_row, first_n, first_step, last_step,
+    KIND: tl.constexpr, SUB: tl.constexpr, PER: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_RATIO: tl.constexpr, MIN_RATIO: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, ROWS) float32: the product of outputs first_n… with rows first_row… over some steps of K."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    BLOCK: tl.constexpr = SUB * PER
+    WIDTH: tl.constexpr = SUB if KIND == _DENSE else SUB // 2
+    HAS_MIN: tl.constexpr = min_ptr is not None
+    n = first_n + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, WIDTH)
+    r = first_row + tl.arange(0, ROWS)
+    offset = r.to(tl.int64) * inputs
+    ones = tl.full((16, SUB), 1.0, dtype)
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for step in range(first_step, last_step):
+        for chunk in tl.static_range(CHUNKS):
+            block = step * CHUNKS + chunk
+            word = tl.load(words_ptr + (block.to(tl.int64) * padded + n[:, None]) * WIDTH + column[None, :])
+            part = tl.zeros((BLOCK_N, ROWS), tl.float32)
+            sums = tl.zeros((16, ROWS), tl.float32)
+            for i in tl.static_range(PER):
+                k = block * BLOCK + i * SUB + tl.arange(0, SUB)
+                source = k
+                if perm_ptr is not None:
+                    source = tl.load(perm_ptr + k, mask=k < inputs, other=0)
+                seen = (r[None, :] < rows) & (k[:, None] < inputs)
+                x = tl.load(x_ptr + offset[None, :] + source[:, None], mask=seen, other=0.0)
+                x = _numbers(x)
+                part = tl.dot(_numbers(_decode(word, i, KIND, not HAS_MIN, code_ptr, dtype)), x, part)
+                if HAS_MIN:
+                    sums = tl.dot(_numbers(ones), x, sums)
+                if KIND == _DENSE:
+                    acc += part
+                elif (i == PER - 1) or (GROUP > 0 and (i + 1) * SUB % GROUP == 0):
+                    group = 0 if GROUP == 0 else (block * BLOCK + i * SUB) // GROUP
+                    scale = _value(scale_ptr, scale_outer_ptr, group, n, scale_stride, SCALE_RATIO, SPAN)
+                    acc = tl.fma(part, tl.broadcast_to(scale[:, None], (BLOCK_N, ROWS)), acc)
+                    part = tl.zeros((BLOCK_N, ROWS), tl.float32)
+                    if HAS_MIN:
+                        low = _value(min_ptr, min_outer_ptr, group, n, scale_stride, MIN_RATIO, SPAN)
+                        if KIND == _INT4:
+                            low = tl.fma(scale, tl.full((BLOCK_N,), -16.0, tl.float32), low)
+                        total = tl.max(sums, axis=0)  # of 16 equal rows
+                        acc = tl.fma(
+                            tl.broadcast_to(low[:, None], (BLOCK_N, ROWS)),
+                            tl.broadcast_to(total[None, :], (BLOCK_N, ROWS)),
+                            acc,
+                        )
+                        sums = tl.zeros((16, ROWS), tl.float32)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x_ptr, words_ptr, scale_ptr, scale_outer_ptr, min_ptr, min_outer_ptr, code_ptr, perm_ptr, bias_ptr,
+    out_ptr, parts_ptr, counters_ptr,
+    rows, outputs, inputs, padded, scale_stride, steps, split_steps,
+    KIND: tl.constexpr, SUB: tl.constexpr, PER: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_RATIO: tl.constexpr, MIN_RATIO: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of outputs, splits, blocks of rows); with WALK one program does all the splits, in order."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    first_n = tile * BLOCK_N
+    first_row = tl.program_id(2) * ROWS
+    n = first_n + tl.arange(0, BLOCK_N)
+    r = first_row + tl.arange(0, ROWS)
+    kept = (n[:, None] < outputs) & (r[None, :] < rows)
+    place = r[None, :].to(tl.int64) * outputs + n[:, None]
+    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for walked in range(SPLITS if WALK else 1):
+        first_step = (split + walked) * split_steps
+        total += _part(
+            x_ptr, words_ptr, scale_ptr, scale_outer_ptr, min_ptr, min_outer_ptr, code_ptr, perm_ptr,
+            rows, inputs, padded, scale_stride, first_row, first_n,
+            first_step, tl.minimum(first_step + split_steps, steps),
+            KIND, SUB, PER, CHUNKS, GROUP, SCALE_RATIO, MIN_RATIO, SPAN, BLOCK_N, ROWS,
+        )  # fmt: skip
+    if SPLITS == 1 or WALK:
+        tl.store(out_ptr + place, _biased(total, bias_ptr, n, outputs), mask=kept)
+    else:
+        part_size = rows.to(tl.int64) * outputs
+        tl.store(parts_ptr + split * part_size + place, total, mask=kept)
+        tl.debug_barrier()  # all threads have stored before one tells the others
+        done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if done == SPLITS - 1:
+            summed = tl.zeros((BLOCK_N, ROWS), tl.float32)
+            for index in range(SPLITS):
+                # Past the first cache, which the other programs' stores do not reach.
+                summed += tl.load(parts_ptr + index * part_size + place, mask=kept, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + place, _biased(summed, bias_ptr, n, outputs), mask=kept)
+            tl.store(counters_ptr + tile, 0)  # as the next call wants it
+
+
+@triton.jit
+def _biased(total, bias_ptr, n, outputs):
+    if bias_ptr is not None:
+        return total + tl.load(bias_ptr + n, mask=n < outputs, other=0.0)[:, None]
+    else:
+        return total
+
+
+@triton.jit
+def _embedding_kernel(
+    ids_ptr, words_ptr, scale_ptr, scale_outer_ptr, min_ptr, min_outer_ptr, code_ptr, out_ptr,
+    outputs, inputs, padded, scale_stride,
+    KIND: tl.constexpr, SUB: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_RATIO: tl.constexpr, MIN_RATIO: tl.constexpr, SPAN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks of K). An id outside the table, as padding rows have, reads its first or last row."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    WIDTH: tl.constexpr = SUB if KIND == _DENSE else SUB // 2
+    CENTRED: tl.constexpr = min_ptr is None
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    token = tl.minimum(tl.maximum(token, 0), outputs - 1)
+    token = token + tl.zeros((1,), tl.int64)
+    column = tl.arange(0, WIDTH)
+    word = tl.load(words_ptr + (block * padded + token[:, None]) * WIDTH + column[None, :])
+    for i in tl.static_range(PER):
+        k = (block * PER + i) * SUB + tl.arange(0, SUB)[None, :]
+        value = _decode(word, i, KIND, CENTRED, code_ptr, DTYPE).to(tl.float32)
+        if KIND == _INT4 and not CENTRED:
+            value = value - 16.0
+        if KIND != _DENSE:
+            group = 0 if GROUP == 0 else (block * PER + i) * SUB // GROUP
+            value *= _value(scale_ptr, scale_outer_ptr, group, token, scale_stride, SCALE_RATIO, SPAN)[:, None]
+            if min_ptr is not None:
+                value += _value(min_ptr, min_outer_ptr, group, token, scale_stride, MIN_RATIO, SPAN)[:, None]
+        tl.store(out_ptr + row.to(tl.int64) * inputs + k, value, mask=k < inputs)
+
+
+def linear(x: Tensor, weight: TritonWeight) -> Tensor:
+    """x (R, K) → (R, N) float32, bias included; x is rounded to the weight's compute dtype if it is not in it."""
+    assert x.shape[1] == weight.shape[1]
+    out = torch.empty((len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
+    if len(x):
+        launch = _linear_launch(x.to(weight.compute).contiguous(), weight, out)
+        blocks = -(-len(x) // launch.constants["ROWS"])
+        _linear_kernel[(weight.tiles.tiles, 1 if launch.constants["WALK"] else weight.tiles.splits, blocks)](
+            **launch.arguments, **launch.constants, **launch_options(NUM_WARPS, NUM_STAGES[weight.kind])
+        )
+    return out
+
+
+def embedding(ids: Tensor, weight: TritonWeight) -> Tensor:
+    """Rows `ids` (R,) int32 or int64 of a (V, H) weight → (R, H) float32; ids outside 0…V-1 are clamped."""
+    out = torch.empty((len(ids), weight.shape[1]), dtype=torch.float32, device=ids.device)
+    if len(ids):
+        launch = _embedding_launch(ids.contiguous(), weight, out)
+        _embedding_kernel[(len(ids), -(-weight.shape[1] // weight.tiles.block))](
+            **launch.arguments, **launch.constants, **launch_options(1, 1)
+        )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    arguments: dict[str, Tensor | int | None]
+    constants: dict[str, Any]
+
+
+def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
+    rows, tiles = len(x), weight.tiles
+    walk = rows > MOST_ROWS
+    parted = tiles.splits > 1 and not walk
+    arguments = _weight_arguments(weight, exact=False) | {
+        "x_ptr": x,
+        "perm_ptr": weight.perm,
+        "bias_ptr": weight.bias,
+        "out_ptr": out,
+        "parts_ptr": torch.empty((tiles.splits, *out.shape), device=x.device) if parted else None,
+        "counters_ptr": weight.counters if parted else None,
+        "rows": rows,
+        "steps": tiles.steps,
+        "split_steps": tiles.split_steps,
+    }
+    constants = _weight_constants(weight) | {
+        "CHUNKS": tiles.chunks,
+        "BLOCK_N": BLOCK_N,
+        "ROWS": next((tile for tile in ROW_TILES if rows <= tile), MOST_ROWS),
+        "SPLITS": tiles.splits,
+        "WALK": walk,
+    }
+    return _Launch(arguments, constants)
+
+
+def _embedding_launch(ids: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
+    # The codes of a codebook are read as they are, all other values are exact in the compute type.
+    dtype = tl.bfloat16 if weight.compute == torch.bfloat16 else tl.float16
+    return _Launch(
+        _weight_arguments(weight, exact=True) | {"ids_ptr": ids, "out_ptr": out},
+        _weight_constants(weight) | {"DTYPE": tl.float32 if weight.kind == Kind.CODE4 else dtype},
+    )
+
+
+def _weight_arguments(weight: TritonWeight, exact: bool) -> dict[str, Tensor | int | None]:
+    """`exact`: codes as they are, not rounded to the compute dtype."""
+    columns = weight.tiles.padded[0] if weight.scale is None else weight.scale.inner.shape[1]
+    return {
+        "words_ptr": weight.words if weight.kind == Kind.DENSE else weight.words.view(torch.int32),
+        "scale_ptr": None if weight.scale is None else weight.scale.inner,
+        "scale_outer_ptr": None if weight.scale is None else weight.scale.outer,
+        "min_ptr": None if weight.min is None else weight.min.inner,
+        "min_outer_ptr": None if weight.min is None else weight.min.outer,
+        "code_ptr": None if weight.code is None else weight.code[0 if exact else 1],
+        "outputs": weight.shape[0],
+        "inputs": weight.shape[1],
+        "padded": weight.tiles.padded[0],
+        "scale_stride": columns,
+    }
+
+
+def _weight_constants(weight: TritonWeight) -> dict[str, Any]:
+    return {
+        "KIND": int(weight.kind),
+        "SUB": weight.tiles.sub,
+        "PER": weight.tiles.per,
+        "GROUP": weight.tiles.group,
+        "SCALE_RATIO": 0 if weight.scale is None else weight.scale.ratio,
+        "MIN_RATIO": 0 if weight.min is None else weight.min.ratio,
+        "SPAN": 1 if weight.scale is None else weight.scale.span,
+    }
+
+
+def aot_cases() -> list[AotCase]:
+    """Every kind with the groups and scales that the formats have, at the fewest and the most rows, split and not."""
+    cases = []
+    for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
+        for name, packed in _examples().items():
+            weight = prepare(packed, compute, torch.device("cpu"))
+            suffix = str(compute).removeprefix("torch.")
+            for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+                out = torch.empty(rows, weight.shape[0])
+                launch = _linear_launch(torch.empty(rows, weight.shape[1], dtype=compute), weight, out)
+                options = (NUM_WARPS, NUM_STAGES[weight.kind], capabilities)
+                cases.append(_case(f"linear {name} R={rows} {suffix}", _linear_kernel, launch, options))
+            launch = _embedding_launch(torch.empty(1, dtype=torch.int32), weight, torch.empty(1, weight.shape[1]))
+            cases.append(_case(f"embedding {name} {suffix}", _embedding_kernel, launch, (1, 1, capabilities)))
+    return cases
+
+
+def _case(name: str, kernel: Any, launch: _Launch, options: tuple[int, int, tuple[int, ...]]) -> AotCase:
+    return AotCase.of_launch(name, kernel, launch.arguments, launch.constants, options)
+
+
+def _examples() -> dict[str, QuantLinear]:
+    """Weights of all kinds, for the compiler: AWQ and GPTQ (act-order), K-quants, Q4_1, Q8_0, NF4, fp8 …"""
+    n, k = 64, 1024
+
+    def half(group: int) -> Tensor:
+        return torch.ones(n, k // group, dtype=torch.float16)
+
+    def nested(group: int, outer: int) -> Nested:
+        return Nested(torch.ones(n, k // group, dtype=torch.uint8), half(outer))
+
+    nibbles, q = torch.zeros(n, k // 2, dtype=torch.uint8), torch.zeros(n, k, dtype=torch.int8)
+    e4m3, order = q.view(torch.float8_e4m3fn), torch.arange(k, dtype=torch.int32)
+    return {
+        "int4 g128 symmetric": GroupedInt4(nibbles, half(128), -8 * half(128), 128),
+        "int4 g128 zeros": GroupedInt4(nibbles, half(128), Nested(nested(128, 128).inner, half(128)), 128),
+        "int4 g128 act-order": GroupedInt4(nibbles, half(128), half(128), 128, perm=order),
+        "int4 g32 min": GroupedInt4(nibbles, half(32), half(32), 32),
+        "int4 g32 nested": GroupedInt4(nibbles, nested(32, 256), nested(32, 256), 32),
+        "int8 g16 nested": GroupedInt8(q, nested(16, 256), 16),
+        "int8 g32": GroupedInt8(q, half(32), 32, bias=torch.zeros(n)),
+        "int8 g32 nested min": GroupedInt8(q, nested(32, 256), 32, min=nested(32, 256)),
+        "int8 channel": GroupedInt8(q, half(k), k),
+        "fp8 channel": Fp8(e4m3, torch.ones(n, 1), (1, k)),
+        "fp8 blocks": Fp8(e4m3, torch.ones(1, k // 128), (128, 128)),
+        "codebook4 g64": Codebook4(nibbles, torch.zeros(16), half(64), 64),
+        "dense": Dense(torch.zeros(n, k, dtype=torch.bfloat16)),
+    }
