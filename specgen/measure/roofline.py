@@ -6,15 +6,15 @@ Knows: the bytes that a step must read, and how to measure the bandwidth in the 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specgen.kernels.base import Kernels
 from specgen.kernels.cpu.ops import CpuKernels
 from specgen.measure.timer import Timer, timer_for
 from specgen.model.decoder import Decoder
-from specgen.model.weights import MlpWeights
 
 READ_BYTES = 256 << 20  # far larger than any cache
 
@@ -22,18 +22,11 @@ READ_BYTES = 256 << 20  # far larger than any cache
 def weight_bytes(model: Decoder) -> int | None:
     """Bytes that one row's step reads: every linear once (the embedding only as the head). None where a step does not
     read all weights (experts), or the backend does not say how it keeps them."""
-    total = 0
-    parts: list[Any] = [model.weights.head]
-    for layer in model.weights.layers:
-        if not isinstance(layer.mlp, MlpWeights):
-            return None
-        parts += [layer.q, layer.k, layer.v, layer.o, layer.mlp.gate, layer.mlp.up, layer.mlp.down]
-    for part in parts:
-        size = getattr(part, "nbytes", None)
-        if not isinstance(size, int):
-            return None
-        total += size
-    return total
+    if any(layer.moe is not None for layer in model.spec.layers):
+        return None
+    sizes = [getattr(linear, "nbytes", None) for _, linear in model.linears()]
+    known = [size for size in sizes if isinstance(size, int)]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 class Bandwidth(Protocol):
@@ -46,16 +39,10 @@ class Bandwidth(Protocol):
         ...
 
 
-def bandwidth_of(kernels: object) -> Bandwidth:
+def bandwidth_of(kernels: Kernels) -> Bandwidth:
     """Of the memory that `kernels` work in."""
-    device = device_of(kernels)
+    device = kernels.device
     return ReadSpeed(kernels) if device.type == "cpu" else CopySpeed(device, timer_for(device))
-
-
-def device_of(kernels: object) -> torch.device:
-    """Kernels of a card say which."""
-    device = getattr(kernels, "device", None)
-    return device if isinstance(device, torch.device) else torch.device("cpu")
 
 
 class CopySpeed:

@@ -9,11 +9,13 @@ import torch
 
 from specgen.kernels.base import Kernels
 from specgen.kernels.cpu.ops import CpuKernels
+from specgen.kernels.device import DeviceKernels
 from specgen.model.decoder import Decoder
+from specgen.model.device import DeviceDecoder
 from specgen.model.laidout import LaidOutStore
 from specgen.model.planned import PlannedDecoder
 from specgen.model.spec import ModelSpec
-from specgen.model.weights import load_weights
+from specgen.model.weights import ModelWeights, load_weights
 from specgen.weights.base import Checkpoint
 
 
@@ -25,10 +27,19 @@ def build_model(
     With a `store`, laying out is done once and its result is mapped from then on.
     """
     if not isinstance(kernels, CpuKernels):
-        return Decoder(spec, load_weights(checkpoint, spec, torch.device("cpu")), kernels)
+        return make_decoder(spec, load_weights(checkpoint, spec, torch.device("cpu")), kernels)
     path = None if store is None else store.path(checkpoint, kernels)
     kept = None if store is None or path is None else store.read(path, kernels)
     model = PlannedDecoder(spec, kept or load_weights(checkpoint, spec, torch.device("cpu")), kernels)
     if store is not None and path is not None and kept is None:
         store.write(path, model.weights)
     return model
+
+
+def make_decoder(spec: ModelSpec, weights: ModelWeights, kernels: Kernels) -> Decoder:
+    """The decoder of `weights`, which are laid out for `kernels` layer by layer."""
+    if isinstance(kernels, CpuKernels):
+        return PlannedDecoder(spec, weights, kernels)
+    if isinstance(kernels, DeviceKernels):
+        return DeviceDecoder(spec, weights, kernels)
+    return Decoder(spec, weights, kernels)

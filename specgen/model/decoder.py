@@ -7,7 +7,7 @@ cache owns them), sampling, drafts, files.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,16 @@ class Decoder:
         """An empty cache of `capacity` slots with this model's shape."""
         spec = self.spec
         return KVCache(len(spec.layers), spec.kv_heads, spec.head_dim, capacity, dtype, self.kernels.device)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """All that a step multiplies with, as `kernels` prepared it, by its role in a layer; of experts every one."""
+        for layer in self.weights.layers:
+            yield from (("q", layer.q), ("k", layer.k), ("v", layer.v), ("o", layer.o))
+            if isinstance(layer.mlp, MoeWeights):
+                yield "router", layer.mlp.router
+            for mlp in layer.mlp.experts if isinstance(layer.mlp, MoeWeights) else (layer.mlp,):
+                yield from (("gate", mlp.gate), ("up", mlp.up), ("down", mlp.down))
+        yield "head", self.weights.head
 
     def skipping(self, attention: Collection[int], mlp: Collection[int]) -> Decoder:
         """The same model without these sublayers, sharing all weights. It needs a cache of its own: a layer whose

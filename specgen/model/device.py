@@ -8,7 +8,7 @@ A mixture of experts asks the host which experts run: such a model, and one with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,18 @@ class DeviceDecoder(Decoder):
     def _joined(self, *weights: QuantLinear) -> tuple[Any, ...]:
         whole = joined(weights)
         return tuple(self.kernels.prepare(weight) for weight in (weights if whole is None else (whole,)))
+
+    def linears(self) -> Iterator[tuple[str, Any]]:
+        if self.refusal is not None:
+            yield from super().linears()
+            return
+        for layer in self._layers:
+            yield from (("qkv", layer.qkv[0]),) if len(layer.qkv) == 1 else zip("qkv", layer.qkv, strict=True)
+            yield "o", layer.o
+            wide = layer.gate_up
+            yield from (("gate_up", wide[0]),) if len(wide) == 1 else zip(("gate", "up"), wide, strict=True)
+            yield "down", layer.down
+        yield "head", self.weights.head
 
     def forward(self, tokens: Sequence[int], attend: Attend, cache: KVCache, last_only: bool) -> StepOut:
         if self.refusal is not None:
