@@ -144,6 +144,69 @@ def test_cost_follows_drift_and_bounds_outliers() -> None:
     assert table.step_ms(1) == pytest.approx(8.0, rel=0.01)
 
 
+def test_the_first_measurement_of_a_width_is_held_against_its_neighbours() -> None:
+    table = CostTable(known_ms={1: 4.0, 9: 8.0})
+    table.observe(5, 600.0)
+    assert table.step_ms(5) <= 12.0, "an outlier may double what was expected"
+    plain = CostTable(known_ms={1: 4.0, 9: 8.0})
+    plain.observe(5, 7.0)
+    assert plain.step_ms(5) == pytest.approx(7.0), "anything likelier is taken as it is"
+
+
+def test_widths_that_were_not_tried_follow_the_pace_of_the_machine() -> None:
+    table = CostTable(known_ms={1: 4.0, 2: 5.0, 9: 12.0})
+    for _ in range(12):
+        table.observe(1, 8.0)
+    assert table.step_ms(9) == pytest.approx(24.0, rel=0.05)
+    assert table.ratio(9) == pytest.approx(3.0, rel=0.05)
+    for _ in range(40):
+        table.observe(1, 8.0)
+        table.observe(2, 16.0)
+    assert table.ratio(2) == pytest.approx(2.0, rel=0.05), "what only one width shows is its own"
+
+
+def cycles_of_whole_drafts(policy: AutoGamma, cost, accepted: int, cycles: int) -> list[int]:
+    """A lookahead's drafts: 15 nodes, 3 levels, useless when they are cut."""
+    draft = Draft(tuple(range(15)), (-1,) * 5 + tuple(range(10)), (None,) * 15, "lookahead", indivisible=True)
+    sizes = []
+    for _ in range(cycles):
+        taken = policy.trim(draft) if policy.limit("lookahead") else None
+        size = len(taken) if taken else 0
+        kept = accepted if taken else 0
+        ending = "corrected" if taken else "plain"
+        source = "lookahead" if taken else "none"
+        policy.observe(CycleRecord(size, 3 if taken else 0, kept, kept + 1, ending, 0.1, cost(1 + size), 0.0, source))
+        sizes.append(size)
+    return sizes
+
+
+def test_a_draft_that_cannot_be_cut_is_tried_when_its_loss_was_saved_up() -> None:
+    policy = AutoGamma(CostTable(known_ms={1: 5.0, 2: 7.0, 17: 30.0}))
+    sizes = cycles_of_whole_drafts(policy, lambda rows: 5.0 + 1.6 * (rows - 1), 0, 3000)
+    tried = [cycle for cycle, size in enumerate(sizes) if size]
+    assert tried
+    assert tried[0] > 300, "24 ms of loss are 1 % of 480 cycles"
+    assert all(size in (0, 15) for size in sizes)
+    lost = len(tried) * 24.0
+    assert lost < 0.02 * 3000 * 5.0
+
+
+def test_a_draft_that_cannot_be_cut_is_taken_up_where_it_pays() -> None:
+    policy = AutoGamma(CostTable(known_ms={1: 5.0, 2: 5.1, 17: 6.0}))
+    sizes = cycles_of_whole_drafts(policy, lambda rows: 5.0 + 0.06 * (rows - 1), 2, 200)
+    assert sum(size > 0 for size in sizes) > 190
+
+
+def test_measured_agreement_takes_the_place_of_the_prior() -> None:
+    costs = {1: 5.0, 2: 5.2, 5: 6.0, 9: 7.0}
+    hopeless = AutoGamma(CostTable(known_ms=costs), drafting={"skip": DraftCost(0.9, agreement=0.2)})
+    assert hopeless.limit("skip") == 0
+    good = AutoGamma(CostTable(known_ms=costs), drafting={"skip": DraftCost(0.2, agreement=0.95)})
+    assert good.limit("skip") > 0
+    unknown = AutoGamma(CostTable(known_ms=costs), drafting={"skip": DraftCost(0.3)})
+    assert unknown.limit("skip") > 0, "without a measurement it is tried"
+
+
 def test_survival_is_a_decreasing_product() -> None:
     estimate = SurvivalEstimate()
     kind = kind_of("ngram", 8)

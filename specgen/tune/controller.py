@@ -36,6 +36,7 @@ class DraftCost:
 
     level: float  # one level of a draft
     read: float = 0.0  # one token that it missed; 0: it never has to catch up
+    agreement: float | None = None  # how often it was right where that was measured, 0 … 1
 
 
 class FixedGamma:
@@ -80,6 +81,10 @@ class AutoGamma:
         self._drafting = dict(drafting or {})
         self._propose = {source: CostTable(slope=1.0) for source in self._drafting}  # t_propose by levels asked for
         self._lookup_ms = 0.0  # decayed mean of what proposing takes where it is no matter of levels
+        for source, cost in self._drafting.items():
+            if cost.agreement is not None:
+                self.survival.expect(all_of(source), cost.agreement)
+        self._loss_ms: dict[str, float] = {}  # of trying a refused draft that cannot be cut, by proposer
         self._probes = ProbeSchedule()
         self._probing = False
         self._asked = 0  # levels asked of a model in this cycle
@@ -102,7 +107,7 @@ class AutoGamma:
             self.reason = "plain decoding is being measured"
             return 0
         if source not in self._drafting:
-            return self.most * self.width
+            return self.most * self.width if self._may_ask(source) else 0
         kind = all_of(source)
         levels = self.best_depth(source)
         if levels:
@@ -113,6 +118,14 @@ class AutoGamma:
             self.reason = _not_worth(source)
         self._asked, self._asked_source = levels, source
         return levels * self.width
+
+    def _may_ask(self, source: str) -> bool:
+        """Whether a lookup is asked. One whose last draft was refused whole is not, until it is due to be tried."""
+        if source not in self._loss_ms or self._probes.is_due(kind_of(source, 0), self._loss_ms[source]):
+            self._probing = source in self._loss_ms
+            return True
+        self.reason = _not_worth(source)
+        return False
 
     def best_gamma(self, kind: Kind, most: int) -> int:
         """The γ in 0 … most of a chain that costs nothing more to propose; 0 unless it beats plain by MARGIN."""
@@ -138,7 +151,15 @@ class AutoGamma:
         kind = kind_of(draft.source, draft.match, draft.confidence)
         if level := self._best_level(draft):
             self._probes.take_up(kind)
+            self._loss_ms.pop(draft.source, None)
+            self._probing = False
             return self._cut(draft, level)
+        if draft.indivisible:
+            if not self._probing:
+                self._loss_ms[draft.source] = self.costs.step_ms(1 + len(draft)) - self.costs.step_ms(1)
+                self.reason = _not_worth(draft.source)
+                return None
+            return draft
         if self._probes.is_due(kind):
             self._probing = True
             return self._cut(draft, 1)

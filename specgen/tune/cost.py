@@ -18,6 +18,8 @@ RECENT = 9
 """Latest measurements that a row count remembers."""
 TRUST = 4
 """Of those, as many are taken to be what a calibrated table says."""
+OUTLIER = 2.0
+"""A first measurement counts as at most so many times what its neighbours let expect: there is no median of one."""
 PACE = 7
 """Latest steps that say how fast the machine is now."""
 
@@ -37,8 +39,9 @@ class CostTable:
         """A step of `rows` rows took `ms`."""
         pace = median(self._paces)
         if rows not in self._ms:
-            # One measurement may be an outlier: what its neighbours let expect counts as another.
-            self._ms[rows] = deque([] if self.is_empty else [self.step_ms(rows) / pace], RECENT)
+            if not self.is_empty:
+                ms = min(ms, OUTLIER * self.step_ms(rows))
+            self._ms[rows] = deque(maxlen=RECENT)
         seen = self._ms[rows]
         if len(seen) >= TRUST:
             self._paces.append(ms / max(1e-9, median(seen)))
