@@ -326,7 +326,7 @@ class Session:
     def _answer(self, prompt: Prompt, options: RunOptions, ending: _Ending) -> tuple[Answer, tuple[str, ...]]:
         """What the engine needs for one answer, and what to say about it."""
         sampler = Sampler(options.sampling, self.kernels, prompt.ids, self.vocab, ending.constraint)
-        start = self.speculation.begin(options, sampler, prompt.ids)
+        start = self.speculation.begin(options, sampler, prompt.ids, ending.cancel)
         if ending.constraint is not None and options.proposer != "none":
             start.proposer = ForcedProposer(ending.constraint, start.proposer, start.policy)
         answer = Answer(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from specgen.cancel import Cancel
 from specgen.engine import Engine, GammaPolicy
 from specgen.errors import SpecgenError, UsageError
 from specgen.model.decoder import Decoder
@@ -40,6 +41,10 @@ ALONE_SHARE = 0.7
 """Of them, for sublayers that are left out alone."""
 READ_SHARE = 0.25
 """What reading a token takes a model beside drafting one: many are read in one step."""
+
+
+class SearchStoppedError(Exception):
+    """The user did not want to wait any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,16 @@ class Speculation:
     _earlier: dict[tuple[int, int], NgramIndex] = field(default_factory=dict)  # by (n_max, n_min)
     _skip: SkipChoice | None = None
 
-    def begin(self, options: RunOptions, sampler: Sampler, prompt: Sequence[int]) -> Start:
-        """UsageError when a proposer was asked for that this session cannot run."""
+    def begin(
+        self, options: RunOptions, sampler: Sampler, prompt: Sequence[int], cancel: Cancel | None = None
+    ) -> Start:
+        """UsageError when a proposer was asked for that this session cannot run. A search that comes before the first
+        answer with `skip` ends when `cancel` is set."""
         name = self._resolved(options)
-        notices = self._find_skips(prompt) if name == "skip" and self._skip is None else ()
+        notices: tuple[str, ...] = ()
+        if name == "skip" and self._skip is None:
+            notices = self._find_skips(prompt, cancel or Cancel())
+            name = "none" if self._skip is None else name
         policy = self._policy(options, len(prompt))
         return Start(self._proposer(name, options, sampler, policy), policy, (*notices, *self._store_notice()))
 
@@ -143,7 +154,7 @@ class Speculation:
         if self.draft is not None:
             found["model"] = DraftCost(self.draft.share, READ_SHARE * self.draft.share)
         if self._skip is not None:
-            found["skip"] = DraftCost(draft_share(self.model, self._skip.skipped))
+            found["skip"] = DraftCost(draft_share(self.model, self._skip.skipped), agreement=self._skip.agreement)
         return {name: self.drafting.get(name, guess) for name, guess in found.items()}
 
     def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> Proposer:
@@ -191,11 +202,14 @@ class Speculation:
         self._policies.clear()  # they do not know what a draft step costs
         SkipStore(self.digest, len(self.model.spec.layers)).save(found)
 
-    def search_skips(self, texts: Sequence[Sequence[int]], seconds: float) -> SkipChoice:
-        """The sublayers whose absence changes least along the ends of `texts`, searched for about so long."""
+    def search_skips(self, texts: Sequence[Sequence[int]], seconds: float, cancel: Cancel | None = None) -> SkipChoice:
+        """The sublayers whose absence changes least along the ends of `texts`, searched for about so long.
+        SearchStoppedError once `cancel` is set."""
         agreements = [Agreement(self.model, text) for text in texts]
 
         def agreement(skipped: Skipped) -> float:
+            if cancel is not None and cancel.is_set():
+                raise SearchStoppedError
             return fmean(one(skipped) for one in agreements)
 
         sublayers = sublayers_of(self.model)
@@ -209,13 +223,18 @@ class Speculation:
             alone, agreement, lambda skipped: draft_share(self.model, skipped), self.costs.ratio, budget
         ).run()
 
-    def _find_skips(self, prompt: Sequence[int]) -> tuple[str, ...]:
+    def _find_skips(self, prompt: Sequence[int], cancel: Cancel) -> tuple[str, ...]:
         """The stored skip set, or one that is searched on the prompt; what to say about it."""
         self._skip = SkipStore(self.digest, len(self.model.spec.layers)).load()
         self._policies.clear()
         if self._skip is not None:
             return ()
-        found = self.search_skips([prompt], SKIP_SEARCH_S)
+        began = time.perf_counter()
+        try:
+            found = self.search_skips([prompt], SKIP_SEARCH_S, cancel)
+        except SearchStoppedError:
+            return ("skip: the search for sublayers to leave out was stopped",)
+        took_s = time.perf_counter() - began
         where = "kept for the next time"
         try:
             self.use_skips(found)
@@ -223,4 +242,5 @@ class Speculation:
             where = error.message
         count = f"{len(found.skipped)} of {2 * len(self.model.spec.layers)} sublayers"
         expected = f"{found.speedup:.2f}x expected" if found.gamma else "not expected to pay"
-        return (f"drafting without {count}: right for {found.agreement:.0%} of the prompt, {expected} ({where})",)
+        right = f"right for {found.agreement:.0%} of the prompt"
+        return (f"drafting without {count}: {right}, {expected} (searched for {took_s:.1f} s, {where})",)

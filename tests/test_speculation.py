@@ -22,6 +22,7 @@ from specgen.records import RunRecord
 from specgen.sampling import Sampler
 from specgen.speculation import LoadedDraft, Speculation
 from specgen.step import EagerRunner
+from specgen.tune.cost import CostTable
 from specgen.tune.skip_search import SkipChoice
 from specgen.tune.skip_store import SkipStore
 
@@ -147,6 +148,27 @@ def test_a_skip_set_is_searched_once_and_kept() -> None:
     second = speculation(None).begin(RunOptions(proposer="skip"), sampler, PROMPT)
     assert second.notices == ()
     assert SkipStore("ab" * 32, 2).load() is not None
+
+
+def test_a_search_that_is_cancelled_ends_and_keeps_nothing() -> None:
+    sampler = Sampler(SamplingOptions(), ReferenceKernels(), PROMPT, SPEC.vocab)
+    made, cancel = speculation(None), Cancel()
+    cancel.set()
+    start = made.begin(RunOptions(proposer="skip"), sampler, PROMPT, cancel)
+    assert start.proposer.name == "none"
+    assert "stopped" in " ".join(start.notices)
+    assert SkipStore(made.digest, len(SPEC.layers)).load() is None
+    assert made.begin(RunOptions(proposer="skip"), sampler, PROMPT).proposer.name == "skip", "searched the next time"
+
+
+def test_what_the_search_measured_is_where_the_controller_begins() -> None:
+    made = speculation(None)
+    made.use_costs(CostTable(known_ms={1: 5.0, 2: 5.2, 5: 6.0, 9: 7.0}))
+    for agreement, tried in ((0.1, False), (0.95, True)):
+        made.use_skips(SkipChoice(frozenset({("mlp", 1), ("attention", 1)}), agreement, 1.0, 0))
+        sampler = Sampler(SamplingOptions(), ReferenceKernels(), PROMPT, SPEC.vocab)
+        policy = made.begin(RunOptions(proposer="skip"), sampler, PROMPT).policy
+        assert (policy.limit("skip") > 0) == tried
 
 
 GOOD = {"schema": 1, "digest": "ab" * 32, "skipped": [["mlp", 1]], "agreement": 0.9, "speedup": 1.1, "gamma": 2}
