@@ -30,34 +30,37 @@ class CostTable:
     def __init__(self, slope: float = 0.12, known_ms: Mapping[int, float] | None = None) -> None:
         """slope: assumed (t(R + 1) - t(R)) / t(1) before anything is known; known_ms: a calibrated table."""
         self.slope = slope
-        # Milliseconds at pace 1.
-        self._ms = {rows: deque([ms] * TRUST, RECENT) for rows, ms in (known_ms or {}).items()}
+        # Milliseconds at pace 1, and their medians.
+        self._seen = {rows: deque([ms] * TRUST, RECENT) for rows, ms in (known_ms or {}).items()}
+        self._median = dict(known_ms or {})
         self._paces: deque[float] = deque([1.0] * TRUST, PACE)
+        self._pace = 1.0
         self._points: list[tuple[int, float]] | None = None  # of `_monotone`, until the next measurement
 
     def observe(self, rows: int, ms: float) -> None:
         """A step of `rows` rows took `ms`."""
-        pace = median(self._paces)
-        if rows not in self._ms:
+        pace = self._pace
+        if rows not in self._seen:
             if not self.is_empty:
                 ms = min(ms, OUTLIER * self.step_ms(rows))
-            self._ms[rows] = deque(maxlen=RECENT)
-        seen = self._ms[rows]
+            self._seen[rows] = deque(maxlen=RECENT)
+        seen = self._seen[rows]
         if len(seen) >= TRUST:
-            self._paces.append(ms / max(1e-9, median(seen)))
+            self._paces.append(ms / max(1e-9, self._median[rows]))
+            self._pace = median(self._paces)
         seen.append(ms / pace)
+        self._median[rows] = median(seen)
         self._points = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
-        return not self._ms
+        return not self._seen
 
     @property
     def known(self) -> dict[int, float]:
         """Milliseconds of the row counts that were measured, as of now."""
-        pace = median(self._paces)
-        return {rows: pace * median(seen) for rows, seen in sorted(self._ms.items())}
+        return {rows: self._pace * ms for rows, ms in sorted(self._median.items())}
 
     def ratio(self, rows: int) -> float:
         """t(rows) / t(1) ≥ 1."""
@@ -95,10 +98,10 @@ class CostTable:
 
     def _monotone(self) -> list[tuple[int, float]]:
         """The measured points made non-decreasing (pool adjacent violators, weighted)."""
-        pace = median(self._paces)
+        rows = sorted(self._median)
         pools: list[list[float]] = []  # [weighted mean, weight, count of points]
-        for _, seen in sorted(self._ms.items()):
-            pools.append([pace * median(seen), len(seen), 1])
+        for r in rows:
+            pools.append([self._pace * self._median[r], len(self._seen[r]), 1])
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                 mean, weight, count = pools.pop()
                 last = pools[-1]
@@ -106,4 +109,4 @@ class CostTable:
                 last[1] += weight
                 last[2] += count
         levels = [mean for mean, _, count in pools for _ in range(int(count))]
-        return list(zip(sorted(self._ms), levels, strict=True))
+        return list(zip(rows, levels, strict=True))
