@@ -9,8 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _ROUND_MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2**23: adding it leaves no bits behind the point
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+
+
+@triton.jit
+def numbers(value):
+    """`value`; in float32, as exact, where Triton's interpreter would compute with the bits of a bfloat16."""
+    return value.to(tl.float32) if _INTERPRETED and value.dtype == tl.bfloat16 else value
 
 
 @triton.jit

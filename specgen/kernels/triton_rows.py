@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.base import DeviceAttend, KVLayer
+from specgen.kernels.aot import BF16_CAPABILITIES, AotCase
+from specgen.kernels.base import Attend, DeviceAttend, KVLayer, device_attend
+from specgen.kernels.launch import Launch
 from specgen.kernels.triton_math import gelu_tanh, round_half_even, silu
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -171,15 +173,20 @@ def _warps(block: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
     """x (R, H) or per head (R, heads, D), last dimension dense, weight (H,) or (D,) → the same shape in `out_dtype`."""
-    size = x.shape[-1]
-    heads = x.shape[1] if x.dim() == 3 else 1
-    assert x.stride(-1) == 1
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(x.shape[0] * heads,)](
-        x, weight, out, x.stride(0), x.stride(1), heads, size, eps, BLOCK=block, num_warps=_warps(block)
-    )
+    _rms_norm_launch(x, weight, eps, out).run()
     return out
+
+
+def _rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
+    assert x.stride(-1) == 1
+    size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    arguments = {
+        "x": x, "weight": weight, "out": out, "stride_row": x.stride(0), "stride_head": x.stride(1), "heads": heads,
+        "size": size, "eps": eps,
+    }  # fmt: skip
+    block = triton.next_power_of_2(size)
+    return Launch(_rms_norm_kernel, (x.shape[0] * heads,), arguments, {"BLOCK": block}, _warps(block))
 
 
 def add_rms_norm(
@@ -191,16 +198,23 @@ def add_rms_norm(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """x + residual_scale · y as a new float32 (R, H), and its norm as (R, H) `out_dtype`."""
-    rows, size = x.shape
-    assert x.stride(1) == y.stride(1) == 1
-    total = torch.empty(rows, size, dtype=torch.float32, device=x.device)
-    out = torch.empty(rows, size, dtype=out_dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    _add_rms_norm_kernel[(rows,)](
-        x, y, weight, total, out, x.stride(0), y.stride(0), size, residual_scale, eps,
-        BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
+    total = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    _add_rms_norm_launch((x, y), weight, (residual_scale, eps), (total, out)).run()
     return total, out
+
+
+def _add_rms_norm_launch(
+    terms: tuple[Tensor, Tensor], weight: Tensor, scalars: tuple[float, float], outs: tuple[Tensor, Tensor]
+) -> Launch:
+    x, y = terms
+    assert x.stride(1) == y.stride(1) == 1
+    arguments = {
+        "x": x, "y": y, "weight": weight, "total": outs[0], "out": outs[1], "stride_x": x.stride(0),
+        "stride_y": y.stride(0), "size": x.shape[1], "residual_scale": scalars[0], "eps": scalars[1],
+    }  # fmt: skip
+    block = triton.next_power_of_2(x.shape[1])
+    return Launch(_add_rms_norm_kernel, (len(x),), arguments, {"BLOCK": block}, _warps(block))
 
 
 def rope_write(
@@ -215,31 +229,90 @@ def rope_write(
 
     Rows behind `attend.rows` write nothing. An int8 cache gets the values and scales of `reference.quantise_rows`.
     """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _rope_write_launch((q, k, v), cos_sin, layer, attend, out).run()
+    return out
+
+
+def _rope_write_launch(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor] | None,
+    layer: KVLayer,
+    attend: DeviceAttend,
+    out: Tensor,
+) -> Launch:
+    q, k, v = qkv
     rows, heads, size = q.shape
     kv_heads = k.shape[1]
     assert rows <= attend.width
-    for part in (q, k, v):
+    for part in qkv:
         assert part.stride()[1:] == (size, 1)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     k_scale = layer.k if layer.k_scale is None else layer.k_scale  # not touched when there are no scales
     v_scale = layer.v if layer.v_scale is None else layer.v_scale
-    cos, sin = cos_sin if cos_sin is not None else (q, q)  # not read when HALF is 0
-    _rope_write_kernel[(rows, heads + 2 * kv_heads)](
-        q, k, v, cos, sin, out, layer.k, layer.v, k_scale, v_scale, attend.start, attend.rows, attend.positions,
-        q.stride(0), k.stride(0), v.stride(0), layer.k.stride(0), k_scale.stride(0), heads, kv_heads, size,
-        HALF=0 if cos_sin is None else cos.shape[1], BLOCK=triton.next_power_of_2(size),
-        QUANTISED=layer.k_scale is not None, num_warps=1,
-    )  # fmt: skip
-    return out
+    cos, sin = cos_sin if cos_sin is not None else (out, out)  # not read when HALF is 0
+    arguments = {
+        "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_out": out, "k_cache": layer.k, "v_cache": layer.v,
+        "k_scale": k_scale, "v_scale": v_scale,
+        "start": attend.start, "rows": attend.rows, "positions": attend.positions,
+        "stride_q": q.stride(0), "stride_k": k.stride(0), "stride_v": v.stride(0),
+        "stride_cache": layer.k.stride(0), "stride_scale": k_scale.stride(0),
+        "heads": heads, "kv_heads": kv_heads, "size": size,
+    }  # fmt: skip
+    constants = {
+        "HALF": 0 if cos_sin is None else cos.shape[1],
+        "BLOCK": triton.next_power_of_2(size),
+        "QUANTISED": layer.k_scale is not None,
+    }
+    return Launch(_rope_write_kernel, (rows, heads + 2 * kv_heads), arguments, constants, num_warps=1)
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, out_dtype: torch.dtype) -> Tensor:
     """activation(gate) · up, both (R, I) with dense rows → (R, I) `out_dtype`. Activations: see ACTIVATIONS."""
+    out = torch.empty(gate.shape, dtype=out_dtype, device=gate.device)
+    _gated_launch(gate, up, activation, out).run()
+    return out
+
+
+def _gated_launch(gate: Tensor, up: Tensor, activation: str, out: Tensor) -> Launch:
     rows, size = gate.shape
     assert gate.stride(1) == up.stride(1) == 1
-    out = torch.empty(rows, size, dtype=out_dtype, device=gate.device)
-    _gated_kernel[(rows, triton.cdiv(size, _GATED_BLOCK))](
-        gate, up, out, gate.stride(0), up.stride(0), size,
-        ACTIVATION=ACTIVATIONS[activation], BLOCK=_GATED_BLOCK, num_warps=4,
-    )  # fmt: skip
-    return out
+    arguments = {
+        "gate": gate, "up": up, "out": out, "stride_gate": gate.stride(0), "stride_up": up.stride(0), "size": size,
+    }  # fmt: skip
+    constants = {"ACTIVATION": ACTIVATIONS[activation], "BLOCK": _GATED_BLOCK}
+    return Launch(_gated_kernel, (rows, triton.cdiv(size, _GATED_BLOCK)), arguments, constants)
+
+
+def aot_cases() -> list[AotCase]:
+    """Every op at the sizes that models have, in both compute dtypes, with every kind of cache."""
+    cases = []
+    for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
+        name = str(compute).removeprefix("torch.")
+        for size in (576, 4096, 16384):
+            x, out = torch.empty(2, size), torch.empty(2, size, dtype=compute)
+            cases += [
+                _rms_norm_launch(x, x[0], 1e-5, out).case(f"rms_norm H={size} {name}", capabilities),
+                _add_rms_norm_launch((x, x), x[0], (1.0, 1e-5), (x, out)).case(
+                    f"add_rms_norm H={size} {name}", capabilities
+                ),
+            ]
+        wide = torch.empty(2, 14336)
+        cases += [
+            _gated_launch(wide, wide, activation, wide.to(compute)).case(f"gated {activation} {name}", capabilities)
+            for activation in ACTIVATIONS
+        ]
+        for size in (64, 128, 256):
+            cases += [
+                _rope_example(size, dtype).case(f"rope_write D={size} {name} {str(dtype)[6:]} cache", capabilities)
+                for dtype in (compute, torch.int8)
+            ]
+    return cases
+
+
+def _rope_example(size: int, dtype: torch.dtype) -> Launch:
+    q, kv = torch.empty(2, 4, size), torch.empty(2, 2, size)
+    cache = torch.empty(2, 16, size, dtype=dtype)
+    scales = torch.empty(2, 16) if dtype == torch.int8 else None
+    tables = torch.empty(16, size // 2)
+    attend = device_attend(Attend.chain(0, 2), 2, "cpu")
+    return _rope_write_launch((q, kv, kv), (tables, tables), KVLayer(cache, cache, scales, scales), attend, q)
