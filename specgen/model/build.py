@@ -27,7 +27,7 @@ def build_model(
     With a `store`, laying out is done once and its result is mapped from then on.
     """
     if not isinstance(kernels, CpuKernels):
-        return make_decoder(spec, load_weights(checkpoint, spec, torch.device("cpu")), kernels)
+        return make_decoder(spec, load_weights(checkpoint, spec, kernels.device), kernels)
     path = None if store is None else store.path(checkpoint, kernels)
     kept = None if store is None or path is None else store.read(path, kernels)
     model = PlannedDecoder(spec, kept or load_weights(checkpoint, spec, torch.device("cpu")), kernels)

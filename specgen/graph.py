@@ -1,0 +1,262 @@
+"""Steps that are recorded once and replayed: the launches of a whole step as one.
+
+Knows: a fixed small set of widths, the memory that a recorded step reads its place from, and what is read back. Does
+not know: drafts, acceptance; how a model computes (model.device).
+
+A step of R rows runs at the next width ≥ R; the rows behind R write nothing and nobody reads them. Nothing is allocated
+after the recording, and results stay where they are until the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specgen.cache import KVCache
+from specgen.kernels.base import Attend, DeviceAttend, Truncation, pack_attend
+from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, device_cut, device_noise
+from specgen.model.decoder import Decoder
+from specgen.model.device import DeviceDecoder
+from specgen.sampling import Drawing
+from specgen.step import EagerRunner, StepOut, StepRunner
+
+WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
+"""Rows of recorded steps: 1 + γ for powers of two, and what a draft model catches up with."""
+WARM_UPS = 2
+"""Launches before a recording: kernels are compiled in the first, and libraries set themselves up."""
+
+Out = TypeVar("Out", bound=tuple[Tensor, ...])
+
+
+OutCo = TypeVar("OutCo", bound=tuple[Tensor, ...], covariant=True)
+
+
+class Graph(Protocol[OutCo]):
+    """A recorded launch."""
+
+    @property
+    def out(self) -> OutCo:
+        """What the launch returned: the same tensors after every replay."""
+        ...
+
+    def replay(self) -> None: ...
+
+
+class Mark(Protocol):
+    """A place in a launch whose time is known once the launch is over."""
+
+    def record(self) -> None: ...
+
+    def ms_until(self, later: Mark) -> float:
+        """Milliseconds from this mark to a later one, in the last replay."""
+        ...
+
+
+class Graphs(Protocol):
+    """What records launches."""
+
+    def capture(self, launch: Callable[[], Out]) -> Graph[Out]:
+        """Record `launch`, which may be run a few times before. RuntimeError when it cannot be recorded."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaGraph(Generic[Out]):
+    graph: torch.cuda.CUDAGraph
+    out: Out
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+_new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+_new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+
+
+class _CudaMark:
+    """An event that is recorded by the graph itself."""
+
+    def __init__(self) -> None:
+        self.event = _new_event(enable_timing=True, external=True)
+
+    def record(self) -> None:
+        self.event.record()
+
+    def ms_until(self, later: Mark) -> float:
+        assert isinstance(later, _CudaMark)
+        return float(self.event.elapsed_time(later.event))
+
+
+class CudaGraphs:
+    """CUDA graphs of one device, with one pool of memory: they are replayed one after another, so what one needs for
+    itself another may use too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _new_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, launch: Callable[[], Out]) -> Graph[Out]:
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    launch()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                out = launch()
+        return _CudaGraph(graph, out)
+
+    def mark(self) -> Mark:
+        return _CudaMark()
+
+
+class Staging:
+    """An int32 vector on the device that one copy from the host fills."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        on_card = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_card)
+        self._copied = _new_event() if on_card else None
+
+    def send(self, values: Tensor) -> None:
+        """values (size,) int32 on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still be reading; after a read-back it never is
+        self._host.copy_(values)
+        self.device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class StepInputs:
+    """Tokens and place of a step of W rows, where a recorded step reads them. At first no row is real."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.width = width
+        self._staging = Staging(width + 2 + width + width * width, device)
+        self.tokens = self._staging.device[:width]
+        self.attend = DeviceAttend.over(self._staging.device[width:], width)
+
+    def write(self, tokens: Sequence[int], attend: Attend) -> None:
+        ids = torch.tensor([*tokens, *[0] * (self.width - len(tokens))], dtype=torch.int32)
+        self._staging.send(torch.cat((ids, pack_attend(attend, self.width))))
+
+
+class DrawSettings:
+    """How the target's tokens are drawn, where recorded steps read it."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.cut: DeviceCut = device_cut(Truncation(), device)
+        self._noise = device_noise(0, torch.zeros(1, dtype=torch.int32, device=device))
+
+    def noise(self, positions: Tensor) -> DeviceNoise:
+        """Of rows at `positions` (W,)."""
+        return DeviceNoise(self._noise.key, positions)
+
+    def write(self, drawing: Drawing) -> None:
+        self.cut.write(drawing.cut)
+        self._noise.write(drawing.seed)
+
+
+def read_back(tokens: Tensor) -> list[int]:
+    """The one place where a cycle waits for the device: tokens (n,) int32."""
+    return [int(token) for token in tokens.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    inputs: StepInputs
+    graph: Graph[tuple[Tensor, ...]]
+
+
+class GraphRunner:
+    """`step.StepRunner` by replaying. `EagerRunner` over the same model gives the same bits.
+
+    It belongs to one cache (and its shadows); a step over another one runs eagerly, as prefill does. With a `vocab`
+    each step also draws the target's token behind every row (`step.DrawsRows`).
+    """
+
+    def __init__(
+        self,
+        model: DeviceDecoder,
+        cache: KVCache,
+        graphs: Graphs,
+        vocab: int | None = None,  # logits behind it are padding
+        widths: Sequence[int] = WIDTHS,
+        prefill_rows: int = 512,
+    ) -> None:
+        self.model = model
+        self.widths = tuple(sorted(widths))
+        self.layers = cache.layers
+        self.settings = None if vocab is None else DrawSettings(vocab, model.device)
+        self._draws = False
+        self._eager = EagerRunner(model, self.widths[-1], prefill_rows)
+        # The widest first: the others find room in the memory that it needed.
+        self._recorded = {width: self._record(width, graphs) for width in reversed(self.widths)}
+
+    def _record(self, width: int, graphs: Graphs) -> _Recorded:
+        inputs = StepInputs(width, self.model.device)
+
+        def launch() -> tuple[Tensor, ...]:
+            out = self.model.run(inputs.tokens, inputs.attend, self.layers)
+            return out.logits, out.hidden, *self._drawn(out.logits, inputs.attend)
+
+        return _Recorded(inputs, graphs.capture(launch))
+
+    def _drawn(self, logits: Tensor, attend: DeviceAttend) -> list[Tensor]:
+        settings = self.settings
+        if settings is None:
+            return []
+        noise = settings.noise(attend.positions)
+        return [self.model.ops.gumbel_argmax(logits, settings.cut, noise, settings.vocab)]
+
+    def draw_with(self, drawing: Drawing | None) -> None:
+        self._draws = drawing is not None and self.settings is not None and drawing.vocab == self.settings.vocab
+        if self._draws and drawing is not None and self.settings is not None:
+            self.settings.write(drawing)
+
+    def step(self, tokens: Sequence[int], parents: Sequence[int], cache: KVCache) -> StepOut:
+        if cache.layers is not self.layers:
+            return self._eager.step(tokens, parents, cache)
+        rows = len(tokens)
+        recorded = self._recorded[next(width for width in self.widths if width >= rows)]
+        recorded.inputs.write(tokens, Attend.tree(cache.length, tuple(parents)))
+        recorded.graph.replay()
+        logits, hidden, *drawn = recorded.graph.out
+        read = read_back(drawn[0][:rows]) if self._draws else None
+        return StepOut(logits[:rows], hidden[:rows], read)
+
+    def prefill(self, tokens: Sequence[int], cache: KVCache) -> StepOut:
+        return self._eager.prefill(tokens, cache)
+
+    def diagnose(self, tokens: Sequence[int], attend: Attend, cache: KVCache) -> str | None:
+        return self._eager.diagnose(tokens, attend, cache)
+
+
+def build_runner(
+    model: Decoder,
+    cache: KVCache,
+    graphs: Graphs | None,  # None: every step is launched op by op
+    vocab: int | None = None,  # see GraphRunner; None for a model that drafts
+    widths: Sequence[int] = WIDTHS,
+) -> tuple[StepRunner, str | None]:
+    """How `model` takes its steps over `cache`, and one line for the user when that is not the intended way."""
+    if graphs is None or not isinstance(model, DeviceDecoder):
+        return EagerRunner(model), None
+    if model.refusal is not None:
+        return EagerRunner(model), f"running without CUDA graphs: {model.refusal}"
+    try:
+        return GraphRunner(model, cache, graphs, vocab, widths), None
+    except RuntimeError as error:  # what torch raises for a capture that failed, and for memory that ran out
+        reason = str(error).splitlines()[0]
+        return EagerRunner(model), f"running without CUDA graphs: recording a step failed ({reason})"
