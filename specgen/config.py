@@ -19,9 +19,11 @@ from specgen.errors import SpecgenError, UsageError, nearest
 from specgen.options import (
     WEIGHT_CACHE,
     AcceptName,
+    DraftOptions,
     KVName,
     LoadOptions,
     ProposerName,
+    QuantName,
     RunOptions,
     WorkerOptions,
     check_choice,
@@ -46,6 +48,13 @@ class Settings:
     threads: int | None = None  # None: what the machine allows
     ctx: int | None = None  # tokens; None: the model's own
     kv: KVName = "auto"
+    quant: QuantName | None = None
+    max_memory: str | None = None  # a size; None: what is free
+    draft: str | None = None  # a model's name or path; None: the target's own
+    draft_quant: QuantName | None = None
+    draft_stop: float = 0.0
+    ngram_store: bool = False
+    tree: int = 1
     proposer: ProposerName = "auto"
     gamma: int | None = None  # None: chosen each cycle
     accept: AcceptName = "coupled"
@@ -55,10 +64,13 @@ class Settings:
     keep_alive: float | None = None  # minutes
 
     def __post_init__(self) -> None:
-        LoadOptions(self.device, self.threads, self.ctx, self.kv)
+        LoadOptions(self.device, self.threads, self.ctx, self.kv, self.quant, self.draft_quant)
+        if self.max_memory is not None:
+            parse_size("max_memory", self.max_memory)
         parse_size("weight_cache", self.weight_cache)
         WorkerOptions(self.keep_alive)
-        RunOptions(proposer=self.proposer, gamma=self.gamma, accept=self.accept)
+        RunOptions(proposer=self.proposer, gamma=self.gamma, accept=self.accept, tree=self.tree)
+        DraftOptions(self.draft_stop)
         check_choice("color", self.color, get_args(ColorName))
 
 
@@ -155,6 +167,12 @@ def _path(value: object) -> Path:
     return user_path(_text(value))
 
 
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError("it must be a whole number")
+    return value
+
+
 def _count(value: object) -> int | None:
     if value == "auto":
         return None
@@ -181,8 +199,11 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "ctx": _count,
     "gamma": _count,
     "quiet": _flag,
+    "ngram_store": _flag,
+    "tree": _whole,
     "keep_alive": _number,
+    "draft_stop": _number,
     **{field.name: _text for field in fields(Settings) if field.type in ("str", "str | None")},
-    **dict.fromkeys(("kv", "proposer", "accept", "color"), _text),
+    **dict.fromkeys(("kv", "quant", "draft_quant", "proposer", "accept", "color"), _text),
 }
 assert set(_READERS) == {field.name for field in fields(Settings)}

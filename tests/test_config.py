@@ -116,6 +116,38 @@ def test_numbers_with_a_fraction_and_sizes(config_file: Path) -> None:
     assert resolve_settings(environ={"SPECGEN_KEEP_ALIVE": "0.5"}).keep_alive == 0.5
 
 
+def test_what_decides_speed_can_stand_in_the_file(config_file: Path) -> None:
+    config_file.write_text(
+        'draft = "small"\ndraft_quant = "int4"\ndraft_stop = 0.2\nngram_store = true\ntree = 2\n'
+        'max_memory = "6GB"\nquant = "int8"\n'
+    )
+    wanted = Settings(
+        draft="small", draft_quant="int4", draft_stop=0.2, ngram_store=True, tree=2, max_memory="6GB", quant="int8"
+    )
+    assert resolve_settings(environ={}) == wanted
+    environ = {"SPECGEN_TREE": "3", "SPECGEN_NGRAM_STORE": "false", "SPECGEN_MAX_MEMORY": "512MiB"}
+    assert resolve_settings(environ=environ).tree == 3
+    assert resolve_settings(environ=environ).ngram_store is False
+    assert flag_defaults(environ)["max_memory"] == "512MiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tree = 0", "tree is 0"),
+        ('tree = "auto"', "is 'auto'"),
+        ("draft_stop = 2", "draft stop is 2"),
+        ('quant = "int3"', "int3"),
+        ('max_memory = "lots"', "'lots'"),
+        ('ngram_store = "yes"', "is 'yes'"),
+    ],
+)
+def test_bad_choices_of_speed_are_refused(config_file: Path, text: str, message: str) -> None:
+    config_file.write_text(text + "\n")
+    with pytest.raises(UsageError, match=message):
+        standing_choices({})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("keep_alive = -1", "keep-alive is -1"), ("keep_alive = true", "is True"), ('weight_cache = "much"', "'much'")],

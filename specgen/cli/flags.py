@@ -102,7 +102,10 @@ class ModelFlags:
         _decoding("--draft-quant", metavar="|".join(get_args(QuantName)), help="Quantise a dense draft when loading."),
     ] = None
     ngram_store: Annotated[
-        bool, _decoding("--ngram-store", help="Look in the texts of earlier runs too, and keep this one's on disk.")
+        bool,
+        _decoding(
+            "--ngram-store/--no-ngram-store", help="Look in the texts of earlier runs too, and keep this one's on disk."
+        ),
     ] = False
 
 
