@@ -94,7 +94,7 @@ class Speculation:
         if name == "skip" and self._skip is None:
             notices = self._find_skips(prompt, cancel or Cancel())
             name = "none" if self._skip is None else name
-        policy = self._policy(options, len(prompt))
+        policy = self._policy(options, prompt)
         return Start(self._proposer(name, options, sampler, policy), policy, (*notices, *self._store_notice()))
 
     def finish(self, committed: Sequence[int]) -> None:
@@ -138,14 +138,14 @@ class Speculation:
             return "ngram"  # the reason was told when the model was loaded
         return name
 
-    def _policy(self, options: RunOptions, prompt_tokens: int) -> GammaPolicy:
+    def _policy(self, options: RunOptions, prompt: Sequence[int]) -> GammaPolicy:
         if options.gamma is not None:
             return FixedGamma(options.gamma, options.tree)
         policy = self._policies.get(options.tree)
         if policy is None:
             drafting = self._draft_costs()
             policy = self._policies[options.tree] = AutoGamma(self.costs, width=options.tree, drafting=drafting)
-        policy.new_text(prompt_tokens)
+        policy.new_text(0 if self.draft is None else self.draft.reader.unread(prompt))
         return policy
 
     def _draft_costs(self) -> dict[str, DraftCost]:

@@ -169,6 +169,17 @@ def test_a_new_answer_keeps_what_the_caches_share() -> None:
     assert all(cycle.accepted == cycle.proposed for cycle in record.cycles if cycle.proposed)
 
 
+def test_what_is_unread_is_what_the_cache_does_not_share() -> None:
+    reader = draft_model(TARGET)
+    tokens = [3, 1, 4, 1, 5]
+    assert reader.unread(tokens) == 5
+    reader.read(tokens, reader.lag(tokens, 0))
+    assert reader.unread([*tokens, 9, 2]) == 2
+    assert reader.unread([3, 1, 7, 7]) == 2
+    assert reader.unread(tokens) == 1, "the last token is always read, for what follows it"
+    assert reader.cache.length == 5, "asking changes nothing"
+
+
 def test_a_long_prompt_is_read_over_several_cycles() -> None:
     reader = draft_model(TARGET, capacity=2000)
     prompt = [index % VOCAB for index in range(2 * CATCH_UP_TOKENS + 10)]

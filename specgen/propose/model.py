@@ -68,12 +68,19 @@ class DraftModel:
         self._tokens: list[int] = []  # whose K and V are cached
 
     def lag(self, committed: Sequence[int], agreed: int) -> int:
-        limit = min(len(self._tokens), len(committed) - 1)
-        start = min(agreed, limit)
-        shared = next((i for i in range(start, limit) if self._tokens[i] != committed[i]), limit)
+        shared = self._shared(committed, agreed)
         self.cache.rollback(shared)
         del self._tokens[shared:]
         return len(committed) - shared
+
+    def unread(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` it would have to read; nothing changes."""
+        return len(tokens) - self._shared(tokens, 0)
+
+    def _shared(self, tokens: Sequence[int], agreed: int) -> int:
+        """Tokens of the longest cached prefix that leaves at least one to be read; the first `agreed` are known."""
+        limit = min(len(self._tokens), len(tokens) - 1)
+        return next((i for i in range(min(agreed, limit), limit) if self._tokens[i] != tokens[i]), limit)
 
     def read(self, committed: Sequence[int], count: int) -> Tensor:
         begin = len(self._tokens)

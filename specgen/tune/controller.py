@@ -95,10 +95,10 @@ class AutoGamma:
         self._read_ms: dict[str, float] = {}  # decayed mean time of reading one of them
         self._since_plain = 0 if 1 in self.costs.known else PLAIN_EVERY
 
-    def new_text(self, prompt_tokens: int = 0) -> None:
-        """Another answer begins, with so many tokens that no model may have read."""
+    def new_text(self, unread_tokens: int = 0) -> None:
+        """Another answer begins, with so many tokens that the draft model has not read."""
         self._probes.new_text()
-        self._unread = dict.fromkeys(self._drafting, prompt_tokens)
+        self._unread = dict.fromkeys(self._drafting, unread_tokens)
         self._following = set()
 
     def limit(self, source: str = "") -> int:
