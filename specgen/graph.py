@@ -118,6 +118,11 @@ class CudaGraphs:
         return _CudaMark()
 
 
+def device_graphs(device: torch.device, wanted: bool = True) -> Graphs | None:
+    """What records launches on `device`, where anything does and it is wanted."""
+    return CudaGraphs(device) if wanted and device.type == "cuda" else None
+
+
 class Staging:
     """An int32 vector on the device that one copy from the host fills."""
 

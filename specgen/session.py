@@ -23,6 +23,8 @@ from specgen.cancel import Cancel
 from specgen.engine import Answer, Cut, Cycle, Engine
 from specgen.errors import ContextFullError, UsageError
 from specgen.events import CycleDone, Event, Finished, FinishReason, Prefilled, Started
+from specgen.fused import build_cycles
+from specgen.graph import Graphs, build_runner, device_graphs
 from specgen.kernels.base import Kernels
 from specgen.kernels.card_memory import shortage_told
 from specgen.machine import processor_name
@@ -43,7 +45,6 @@ from specgen.records import RunRecord
 from specgen.registry import ModelRef, Progress, pull
 from specgen.sampling import Sampler
 from specgen.speculation import LoadedDraft, Speculation
-from specgen.step import EagerRunner
 from specgen.steptime import quick_costs
 from specgen.text.answer import AnswerText
 from specgen.text.compatible import check_same_tokens
@@ -154,14 +155,17 @@ class _Loading:
 
     def session(self, placement: Placement, plan: MemoryPlan) -> Session:
         target, kernels = self.target, placement.kernels
-        engine, model = self._engine(target, plan.context_tokens, kernels)
+        vocab = min(target.tokenizer.vocab_size, target.spec.vocab)
+        graphs = device_graphs(kernels.device, self.options.graphs)
+        engine, model, notice = self._engine(target, plan.context_tokens, kernels, graphs, vocab)
+        notices = [*placement.notices, *plan.notices, notice]
         speculation = Speculation(engine, model, target.checkpoint.digest())
         if self.draft is not None and plan.with_draft:
-            speculation.draft = self._draft(self.draft, plan, kernels)
+            speculation.draft, notice = self._draft(self.draft, plan, engine, kernels, graphs)
+            notices.append(notice)
         elif self.draft is not None:
             speculation.missing_draft = plan.notices[0]
         if self.options.ngram_store:
-            vocab = min(target.tokenizer.vocab_size, target.spec.vocab)
             speculation.store = NgramStore(data_dir() / "ngrams", speculation.digest, vocab)
         loaded = Loaded(
             name=self.name,
@@ -169,23 +173,31 @@ class _Loading:
             spec=target.spec,
             kernels=kernels.name,
             load_s=time.perf_counter() - self.began,
-            notices=(*placement.notices, *plan.notices),
+            notices=tuple(notice for notice in notices if notice is not None),
             planned_bytes=plan.needed_bytes,
             device=placement.device,
             place=placement.name,
         )
         return Session(speculation, kernels, target.tokenizer, loaded)
 
-    def _engine(self, opened: _Opened, context_tokens: int, kernels: Kernels) -> tuple[Engine, Decoder]:
+    def _engine(
+        self, opened: _Opened, context_tokens: int, kernels: Kernels, graphs: Graphs | None, vocab: int | None = None
+    ) -> tuple[Engine, Decoder, str | None]:
+        """With the reason, where steps are not taken as they were meant to be. `vocab`: see `graph.GraphRunner`."""
         store = LaidOutStore(cache_dir() / "weights", self.options.weight_cache_bytes)
         model = build_model(opened.checkpoint, opened.spec, kernels, store)
-        return Engine(EagerRunner(model), model.new_cache(context_tokens, _kv_dtype(self.options))), model
+        cache = model.new_cache(context_tokens, _kv_dtype(self.options))
+        runner, notice = build_runner(model, cache, graphs, vocab)
+        return Engine(runner, cache), model, notice
 
-    def _draft(self, draft: _Opened, plan: MemoryPlan, kernels: Kernels) -> LoadedDraft:
-        engine, _ = self._engine(draft, min(plan.context_tokens, draft.spec.context), kernels)
+    def _draft(
+        self, draft: _Opened, plan: MemoryPlan, target: Engine, kernels: Kernels, graphs: Graphs | None
+    ) -> tuple[LoadedDraft, str | None]:
+        engine, model, notice = self._engine(draft, min(plan.context_tokens, draft.spec.context), kernels, graphs)
         reader = DraftModel(engine.runner, engine.cache, draft.spec.vocab)
         share = draft.weights_bytes / self.target.weights_bytes
-        return LoadedDraft(draft.name, reader, share, draft.checkpoint.digest())
+        cycles, fusing = build_cycles(target.runner, target.cache, model, engine.cache, graphs)
+        return LoadedDraft(draft.name, reader, share, draft.checkpoint.digest(), cycles), notice or fusing
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:

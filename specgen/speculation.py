@@ -14,10 +14,11 @@ from statistics import fmean
 from specgen.cancel import Cancel
 from specgen.engine import Engine, GammaPolicy
 from specgen.errors import SpecgenError, UsageError
+from specgen.fused import DeviceProposer, FusedCycles, can_fuse
 from specgen.model.decoder import Decoder
 from specgen.model.spec import Skipped
 from specgen.options import NEED_DRAFT, RunOptions
-from specgen.propose.base import Proposer
+from specgen.propose.base import AnyProposer
 from specgen.propose.draw import CHOOSERS
 from specgen.propose.lookahead import LookaheadProposer
 from specgen.propose.mix import MixProposer
@@ -55,13 +56,14 @@ class LoadedDraft:
     reader: DraftModel
     share: float  # what one of its steps costs as a share of the target's: bytes of weights, until it is measured
     digest: str  # of its files, and how they were quantised
+    cycles: FusedCycles | None = None  # recorded with the target, where both run by graphs
 
 
 @dataclass(slots=True)
 class Start:
     """What an answer is decoded with."""
 
-    proposer: Proposer
+    proposer: AnyProposer
     policy: GammaPolicy
     notices: tuple[str, ...] = ()
 
@@ -157,7 +159,7 @@ class Speculation:
             found["skip"] = DraftCost(draft_share(self.model, self._skip.skipped), agreement=self._skip.agreement)
         return {name: self.drafting.get(name, guess) for name, guess in found.items()}
 
-    def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> Proposer:
+    def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> AnyProposer:
         if name == "none":
             return NoProposer()
         if name == "skip":
@@ -167,9 +169,17 @@ class Speculation:
         lookup = NgramProposer(options.ngram, options.tree, self._earlier_texts(options))
         if name == "ngram":
             return lookup
-        assert self.draft is not None
-        model = self._with_reader("model", self.draft.reader, options, sampler)
+        model = self._drafting(options, sampler)
         return model if name == "model" else MixProposer(lookup, model, policy)
+
+    def _drafting(self, options: RunOptions, sampler: Sampler) -> AnyProposer:
+        """The draft model as a proposer, left to the device where it can make whole cycles."""
+        assert self.draft is not None
+        stepwise = self._with_reader("model", self.draft.reader, options, sampler)
+        cycles = self.draft.cycles
+        if cycles is None or not can_fuse(cycles, sampler, options):
+            return stepwise
+        return DeviceProposer(stepwise, self.draft.reader, cycles)
 
     @staticmethod
     def _with_reader(name: str, reader: Reader, options: RunOptions, sampler: Sampler) -> ModelProposer:

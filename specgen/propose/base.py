@@ -63,7 +63,9 @@ class AnyProposer(Protocol):
     """A `Proposer`, or one that may leave its drafts to a device."""
 
     name: str
-    reason: str | None
+
+    @property
+    def reason(self) -> str | None: ...
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | DeviceDraft | None: ...
 

@@ -193,7 +193,9 @@ class PlayedMix(MixProposer):
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
         self._lookups += 1
-        return super().propose(committed, limit)
+        draft = super().propose(committed, limit)
+        assert draft is None or isinstance(draft, Draft), "what is played back is on the host"
+        return draft
 
 
 @runtime_checkable
