@@ -39,6 +39,7 @@ SETTINGS = (
     Setting("mix", None),
     Setting("skip", None),
     Setting("skip", 2),
+    Setting("lookahead", None),
 )
 
 
