@@ -12,6 +12,7 @@ from tiny_session import CONTEXT, COPY, tiny_cases, tiny_file, tiny_loads, tiny_
 
 from specgen.cli.profile import ProfileFlags, _sweep
 from specgen.errors import ContextFullError, UsageError
+from specgen.measure import recording as recording_module
 from specgen.measure import tuner as tuner_module
 from specgen.measure.bench import Bench
 from specgen.measure.calibrate import calibrate, contexts_for, cycle_overheads, medians
@@ -243,7 +244,8 @@ def test_an_interrupted_search_goes_on(session: Session, tmp_path: Path, monkeyp
             raise KeyboardInterrupt
         return original(session, case, setting, **more)
 
-    monkeypatch.setattr(tuner_module, "run_case", counting)
+    for module in (recording_module, tuner_module):
+        monkeypatch.setattr(module, "run_case", counting)
     with pytest.raises(KeyboardInterrupt):
         tune(session, TuneState.load("key", tmp_path))
     state = TuneState.load("key", tmp_path)

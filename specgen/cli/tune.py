@@ -45,6 +45,9 @@ class TuneFlags:
     objective: Annotated[
         str, _search("--objective", metavar="tok/s|p95", help="Most tokens a second, or the shortest long pauses.")
     ] = "tok/s"
+    skip: Annotated[
+        bool, _search("--skip", help="Also search which layers the model could leave out to draft for itself.")
+    ] = False
     fresh: Annotated[bool, _search("--fresh", help="Do not go on with a search that was interrupted.")] = False
     show: Annotated[bool, _plans("--show", help="Show the stored plans (of --model, or all).")] = False
     forget: Annotated[bool, _plans("--forget", help="Remove the stored plans of --model.")] = False
@@ -59,6 +62,7 @@ def tune(context: typer.Context, model: ModelFlags, texts: WorkloadFlags, flags:
 
     specgen tune
     specgen tune --prompts my_prompts.jsonl --budget 300
+    specgen tune -m ./target --draft ./small --skip
     specgen tune --show
     specgen tune --export vllm
     """
@@ -93,8 +97,8 @@ def _tune(console: Console, session: Session, texts: WorkloadFlags, flags: TuneF
     from specgen.measure.tuner import TuneOptions, Tuner, plans_of
     from specgen.tune.plan import PlanStore
 
-    loads = chosen_workloads(texts)
-    options = TuneOptions(flags.budget, flags.objective, texts.sampling)  # type: ignore[arg-type]
+    loads = _workloads(texts)
+    options = TuneOptions(flags.budget, flags.objective, texts.sampling, flags.skip)  # type: ignore[arg-type]
     state = _state(session, loads, options, fresh=flags.fresh)
     if state.steps:
         console.note("going on with the search that was interrupted (--fresh begins anew)")
@@ -112,6 +116,14 @@ def _tune(console: Console, session: Session, texts: WorkloadFlags, flags: TuneF
     else:
         print_lines(console, _lines(result, columns_of(console)))
     return int(ExitCode.OK)
+
+
+def _workloads(texts: WorkloadFlags) -> list[Workload]:
+    """The prompts that the flags name; long ones too where they name none."""
+    from specgen.measure.workloads import LONG_KIND, shipped
+
+    loads = chosen_workloads(texts)
+    return loads if texts.prompts is not None or texts.kind else [*loads, *shipped((LONG_KIND,))]
 
 
 def _state(session: Session, loads: Sequence[Workload], options: TuneOptions, *, fresh: bool) -> TuneState:

@@ -1,8 +1,8 @@
 """What the models that draft would have said along a recorded answer, and how long that takes them.
 
-Knows: the session's models and samplers, so that the guesses are those of a real answer. Does not know: what is made of
-them (`tune.replay`). Guesses are exact where the kernels keep history: on a card that prefills by other kernels they are
-those of a text that was read at once.
+Knows: the session's models and samplers, so that the guesses are those of a real answer. Does not know: what is made
+of them (`tune.replay`). They are exact where the kernels keep history; on a card that prefills by other kernels those
+of `skip` are of a text that was read at once.
 """
 
 from __future__ import annotations
@@ -96,25 +96,29 @@ def draft_cost(session: Session, cases: Sequence[Case], name: ProposerName, cost
     shallow, deep = (
         [_short_run(session, case, Setting(name, levels), costs) for case in cases] for levels in (SHALLOW, DEEP)
     )
-    return fitted(shallow, deep)
+    return _fitted(_drafts_ms(shallow, SHALLOW), _drafts_ms(deep, DEEP), shallow, costs.step_ms(1, 0))
 
 
-def fitted(shallow: Sequence[Run], deep: Sequence[Run]) -> ProposeMs:
-    """The line through drafts of two depths, and what reading a token took where the prompt was read."""
-    one, many = (median(_propose_ms(runs, levels)) for runs, levels in ((shallow, SHALLOW), (deep, DEEP)))
-    each = max(0.0, many - one) / (DEEP - SHALLOW)
-    once = max(0.0, one - SHALLOW * each)
-    reading = [
-        (run.finished.record.cycles[0].propose_ms - once - each * SHALLOW) / max(1, run.started.prompt_tokens - 1)
-        for run in shallow
-    ]
+def _fitted(one: Sequence[float], many: Sequence[float], shallow: Sequence[Run], plain_ms: float) -> ProposeMs:
+    """The line through drafts of two depths, and what reading a token took where the prompt was read.
+
+    plain_ms: stands for a level where the answers were too short for a draft.
+    """
+    if not one:
+        return ProposeMs(0.0, plain_ms, plain_ms)
+    shallow_ms = median(one)
+    each = max(0.0, median(many) - shallow_ms) / (DEEP - SHALLOW) if many else shallow_ms / SHALLOW
+    once = max(0.0, shallow_ms - SHALLOW * each)
+    reading: list[float] = []
+    for run in shallow:
+        read = min(CATCH_UP_TOKENS, run.started.prompt_tokens)
+        reading.append((run.finished.record.cycles[0].propose_ms - shallow_ms) / read)
     return ProposeMs(once, each, max(0.0, median(reading)))
 
 
-def _propose_ms(runs: Iterable[Run], levels: int) -> list[float]:
+def _drafts_ms(runs: Iterable[Run], levels: int) -> list[float]:
     """Of each draft of so many levels. The first of an answer is another matter: the prompt is read for it."""
-    found = [c.propose_ms for run in runs for c in run.finished.record.cycles[1:] if c.depth == levels]
-    return found or [0.0]
+    return [cycle.propose_ms for run in runs for cycle in run.finished.record.cycles[1:] if cycle.depth == levels]
 
 
 def _short_run(session: Session, case: Case, setting: Setting, costs: Costs) -> Run:

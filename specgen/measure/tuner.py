@@ -13,15 +13,18 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.errors import UsageError
-from specgen.measure.calibrate import calibrate, contexts_for, cycle_overheads, lookup_ms, medians
-from specgen.measure.runs import Case, Report, Run, SamplingChoice, make_cases, run_case, silent, trace_of
+from specgen.errors import SpecgenError
+from specgen.measure.calibrate import calibrate, contexts_for, medians
+from specgen.measure.guesses import draft_cost, model_drafter, skip_drafter
+from specgen.measure.recording import FEWEST_TOKENS, Recorder, Watch, in_order, readings_ms, shortened
+from specgen.measure.runs import Case, Report, SamplingChoice, make_cases, run_case, silent
 from specgen.measure.tunestate import Pair, Recorded, TuneState
-from specgen.measure.workloads import Workload, kinds_in_turn
+from specgen.measure.workloads import LONG_KIND, Workload
+from specgen.options import ProposerName
 from specgen.records import RunRecord
 from specgen.tune.plan import ContextClass, Plan, TemperatureClass, context_class
 from specgen.tune.predict import Costs, ProposeMs
-from specgen.tune.replay import Trace
+from specgen.tune.replay import Drafter, Trace
 from specgen.tune.search import (
     Choice,
     Confirmed,
@@ -29,6 +32,8 @@ from specgen.tune.search import (
     Prediction,
     candidates,
     choose,
+    drafted_candidates,
+    mixed_candidates,
     overall,
     predict,
     ranked,
@@ -37,23 +42,28 @@ from specgen.tune.search import (
     tree_candidates,
 )
 from specgen.tune.setting import PLAIN, Setting
+from specgen.tune.skip_search import SkipChoice
 
 if TYPE_CHECKING:
     from specgen.session import Session
 
-LONGEST_CONTEXT = 1024
-"""Longer contexts are measured by `specgen profile`; γ auto learns their costs as it goes."""
 CALIBRATION_STEPS = 5
-RECORD_SHARE = 0.35
-"""Of the budget, until which plain answers are recorded."""
+SKIP_SHARE = 0.2
+"""Of the budget, for the search of a skip set."""
+PASS_SHARE = 0.1
+"""Of the budget, for what a model that drafts would have said along all answers."""
+PLACE_DRAFTS = 2
+"""Tokens that `skip` drafts at each place of an answer until one is wrong, about."""
+SKIP_TEXTS, TIMED_CASES = 2, 2
+"""Answers along which skip sets are compared; answers that are run to see what drafting takes."""
 LEAST_CONFIRM_SHARE = 0.4
 """Of the budget, for confirming, however late it is."""
-FEWEST_TOKENS, MOST_TOKENS = 24, 160
-"""Of an answer that says something about acceptance; of an answer that is worth its time."""
-LATELY = 4
-"""Answers whose speed says how fast the machine is now."""
 CONFIRMED = 2
 """Settings that are run, besides plain."""
+
+_DRAFTERS: Mapping[ProposerName, ProposerName] = {"model": "model", "mix": "model", "skip": "skip"}
+"""By proposer, what must have been along a trace for it to be replayed."""
+TextClass = tuple[TemperatureClass, ContextClass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +71,12 @@ class TuneOptions:
     budget_s: float = 60.0
     objective: Objective = "tok/s"
     sampling: SamplingChoice = "both"
+    skip: bool = False  # search a skip set too
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was found for one temperature class."""
+    """What was found for one class of text."""
 
     temperature: TemperatureClass
     context: ContextClass
@@ -80,8 +91,9 @@ class Tuned:
 
     @property
     def fixed_gamma(self) -> int:
-        """Of the best chain whose γ stays the same: servers that look up know no trees."""
-        chains = (p.setting for p in ranked(self.predictions) if p.setting.tree == 1)
+        """Of the best chain whose γ stays the same, with the same drafts as the choice: servers know no more."""
+        wanted = "model" if self.choice.setting.proposer in ("model", "mix") else "ngram"
+        chains = (p.setting for p in ranked(self.predictions) if p.setting.proposer == wanted and p.setting.tree == 1)
         return next((setting.gamma for setting in chains if setting.gamma is not None), 0)
 
     def predicted(self, setting: Setting, objective: Objective) -> dict[str, float]:
@@ -98,6 +110,7 @@ class TuneResult:
     tokens: int  # of an answer, at most
     elapsed_s: float
     resumed: bool
+    skip: SkipChoice | None = None  # where one was searched
     notes: list[str] = field(default_factory=list)
 
 
@@ -115,136 +128,145 @@ class Tuner:
         self._session = session
         self._options = options
         self._state = state
-        self._clock = clock
-        self._began = clock()
-        self._report: Report = silent
-        self._known: Costs | None = None  # once all is calibrated
-        self._cases, self._left_out = make_cases(session, kinds_in_turn(loads), options.sampling)
+        self._watch = Watch(options.budget_s, clock)
+        self._cases, left_out = make_cases(session, in_order(loads), options.sampling)
+        self._notes = [f"{load} is left out: it does not fit into the context" for load in left_out]
 
     def run(self, report: Report = silent) -> TuneResult:
         """UsageError when the budget cannot pay for one answer of every kind."""
-        self._report = report
+        self._watch.report = report
         resumed = bool(self._state.steps)
-        steps = self._calibrate()
-        self._check_budget(steps)
-        traces = self._record(steps)
-        costs = self._costs(steps, traces)
-        classes = list(dict.fromkeys(recorded.temperature for recorded in traces.values()))
-        tuned = [self._tune(temperature, traces, costs, len(classes) - i) for i, temperature in enumerate(classes)]
-        self._tell("done")
-        notes = [f"{load} is left out: it does not fit into the context" for load in self._left_out]
-        elapsed_s = self._clock() - self._began
-        longest = max(one.max_tokens for one in traces.values())
-        return TuneResult(costs, tuned, self._options.objective, len(traces), longest, elapsed_s, resumed, notes)
-
-    def _tell(self, what: str) -> None:
-        budget = self._options.budget_s
-        self._report(budget if what == "done" else min(0.99 * budget, self._clock() - self._began), budget, what)
+        recorder = Recorder(self._session, self._state, self._watch, self._calibrate())
+        self._fit_budget(recorder)
+        recorded = recorder.record(self._cases)
+        cases = [shortened(case, recorded[case.id].max_tokens) for case in self._cases if case.id in recorded]
+        skip = self._find_skips(cases, recorded) if self._options.skip else None
+        evidence = self._evidence(cases, recorded)
+        tuned = self._tune_classes(cases, evidence, recorder)
+        self._watch.done()
+        longest = max(one.max_tokens for one in recorded.values())
+        return TuneResult(
+            costs=evidence.costs,
+            tuned=tuned,
+            objective=self._options.objective,
+            prompts=len(recorded),
+            tokens=longest,
+            elapsed_s=self._watch.elapsed_s,
+            resumed=resumed,
+            skip=skip,
+            notes=self._notes,
+        )
 
     def _calibrate(self) -> Mapping[int, Mapping[int, float]]:
         if not self._state.steps:
-            self._tell("calibrating steps")
-            contexts = [c for c in contexts_for(self._session.engine.cache.capacity) if c <= LONGEST_CONTEXT]
+            self._watch.tell("calibrating steps")
+            contexts = contexts_for(self._session.engine.cache.capacity)
             self._state.steps = medians(calibrate(self._session, contexts, CALIBRATION_STEPS))
             self._state.save()
         return self._state.steps
 
-    def _check_budget(self, steps: Mapping[int, Mapping[int, float]]) -> None:
-        """UsageError unless one short answer of every kind and class fits into its share of the budget."""
-        groups = {(case.kind, case.temperature) for case in self._cases}
-        first = {case.kind: case for case in reversed(self._cases)}
-        needed_ms = sum(_reading_ms(case, steps) for case in first.values())
-        needed_ms += FEWEST_TOKENS * len(groups) * steps[min(steps)][1]
-        if needed_ms > 1e3 * RECORD_SHARE * self._options.budget_s:
-            raise UsageError(
-                f"a budget of {self._options.budget_s:g} s is too small to measure {len(groups)} kinds of answers",
-                hint=f"use --budget {max(1, round(needed_ms / 1e3 / RECORD_SHARE + 0.5))} or more, "
-                "or fewer kinds with --kind or --sampling greedy",
-            )
+    def _fit_budget(self, recorder: Recorder) -> None:
+        """Long prompts are left out where they would take too much of it."""
+        short = [case for case in self._cases if case.kind != LONG_KIND]
+        needed_s = recorder.needed_s(self._cases)
+        if short and len(short) < len(self._cases) and needed_s > self._options.budget_s:
+            self._cases = short
+            self._notes.append(f"long prompts are left out: they need --budget {needed_s:.0f} or more here")
+        recorder.check_budget(self._cases)
 
-    def _record(self, steps: Mapping[int, Mapping[int, float]]) -> dict[str, Recorded]:
-        """Plain answers: at least one of every kind and class, more while their share of the budget lasts."""
-        deadline = self._began + RECORD_SHARE * self._options.budget_s
-        waiting = list(dict.fromkeys((case.kind, case.temperature) for case in self._cases))
-        found: dict[str, Recorded] = {}
-        for case in self._cases:
-            group = (case.kind, case.temperature)
-            if case.id not in self._state.recorded:
-                if group not in waiting and self._clock() > deadline:
-                    continue
-                left_ms = 1e3 * (deadline - self._clock()) / max(1, len(waiting))
-                # The machine may have become slower since it was calibrated.
-                slower = self._ms_per_token(steps) / steps[min(steps)][1]
-                tokens = int((left_ms - slower * _reading_ms(case, steps)) / self._ms_per_token(steps))
-                self._tell(f"plain: {case.id}")
-                short = _shortened(case, min(MOST_TOKENS, max(FEWEST_TOKENS, tokens)))
-                self._state.recorded[case.id] = self._recorded(run_case(self._session, short, PLAIN, fresh=False))
-                self._state.save()
-            if group in waiting:
-                waiting.remove(group)
-            found[case.id] = self._state.recorded[case.id]
+    def _find_skips(self, cases: Sequence[Case], recorded: Mapping[str, Recorded]) -> SkipChoice:
+        """The skip set for these answers; it is stored."""
+        self._watch.tell("searching what to leave out")
+        first = {case.kind: case for case in reversed(cases) if case.temperature == cases[0].temperature}
+        texts = [[*case.prompt.ids, *recorded[case.id].answer] for case in list(first.values())[-SKIP_TEXTS:]]
+        speculation = self._session.speculation
+        speculation.use_costs(Costs(self._state.steps).at(len(texts[0])))
+        found = speculation.search_skips(texts, SKIP_SHARE * self._options.budget_s)
+        try:
+            speculation.use_skips(found)
+        except SpecgenError as error:
+            self._notes.append(error.message)
         return found
 
-    def _ms_per_token(self, steps: Mapping[int, Mapping[int, float]]) -> float:
-        """Of plain decoding lately: what calibration said until there are answers."""
-        speeds = [one.tok_s for one in self._state.recorded.values() if one.tok_s is not None][-LATELY:]
-        return 1e3 / median(speeds) if speeds else steps[min(steps)][1]
-
-    def _recorded(self, run: Run) -> Recorded:
-        trace = trace_of(run, self._session)
-        token_ms, cycle_ms = cycle_overheads([run.finished.record])
-        return Recorded(
-            kind=run.case.kind,
-            temperature=run.case.temperature,
-            max_tokens=trace.max_tokens or len(trace.answer),
-            answer=trace.answer,
-            token_ms=token_ms,
-            cycle_ms=cycle_ms,
-            lookup_ms=lookup_ms(trace).once,
-            tok_s=run.finished.record.decode_tok_s,
-        )
-
-    def _costs(self, steps: Mapping[int, Mapping[int, float]], traces: Mapping[str, Recorded]) -> Costs:
-        parts = list(traces.values())
-        return Costs(
-            steps,
+    def _evidence(self, cases: Sequence[Case], recorded: Mapping[str, Recorded]) -> Evidence:
+        parts = list(recorded.values())
+        costs = Costs(
+            self._state.steps,
             token_ms=median(part.token_ms for part in parts),
             cycle_ms=median(part.cycle_ms for part in parts),
             propose={"ngram": ProposeMs(once=median(part.lookup_ms for part in parts))},
         )
+        whole = {case.id: self._trace(case, recorded[case.id].answer) for case in cases}
+        traces: dict[str, Mapping[str, Trace]] = {"ngram": whole}
+        for name in self._drafting():
+            self._watch.tell(f"timing {name}")
+            cost = draft_cost(self._session, cases[:TIMED_CASES], name, costs)
+            costs = replace(costs, propose={**costs.propose, name: cost})
+            traces[name] = self._drafted(name, cases, whole, cost)
+        return Evidence(costs, {case.id: recorded[case.id].tok_s for case in cases}, traces)
 
-    def _tune(
-        self, temperature: TemperatureClass, recorded: Mapping[str, Recorded], costs: Costs, classes_left: int
-    ) -> Tuned:
-        cases = [
-            _shortened(case, recorded[case.id].max_tokens)
-            for case in self._cases
-            if case.id in recorded and case.temperature == temperature
-        ]
-        traces = {case.id: self._trace(case, recorded[case.id].answer) for case in cases}
-        by_kind = _by_kind(cases, traces)
-        predictions = self._predict(candidates(), by_kind, costs)
-        predictions += self._predict(tree_candidates(predictions, self._options.objective), by_kind, costs)
-        self._known = costs
-        confirmed = self._confirm(cases, traces, self._worth_running(predictions), classes_left)
-        speeds = [speed for case in cases if (speed := recorded[case.id].tok_s) is not None]
-        context = context_class(int(median(len(case.prompt.ids) for case in cases)))
-        return Tuned(temperature, context, predictions, confirmed, choose(confirmed), median(speeds or [0.0]))
+    def _drafting(self) -> list[ProposerName]:
+        """The proposers that are models, where there are such."""
+        found: list[ProposerName] = ["model"] if self._session.speculation.draft is not None else []
+        return [*found, "skip"] if self._options.skip else found
 
-    def _predict(
-        self, settings: Sequence[Setting], by_kind: Mapping[str, Sequence[Trace]], costs: Costs
-    ) -> list[Prediction]:
-        """Replay every setting."""
-        found: list[Prediction] = []
-        for prediction in search(settings, by_kind, costs):
-            self._tell(f"replaying {prediction.setting.label}")
-            found.append(prediction)
+    def _drafted(
+        self, name: ProposerName, cases: Sequence[Case], traces: Mapping[str, Trace], cost: ProposeMs
+    ) -> dict[str, Trace]:
+        """The traces with what a model would have said: as much of each as can be had in PASS_SHARE of the budget."""
+        place_ms = cost.of(1) * (PLACE_DRAFTS if name == "skip" else 1)
+        reading_ms = sum(cost.read * len(case.prompt.ids) for case in cases)
+        left_ms = 1e3 * PASS_SHARE * self._options.budget_s - reading_ms
+        tokens = max(FEWEST_TOKENS, int(left_ms / len(cases) / max(place_ms, 1e-3)))
+        pass_: Callable[[Session, Case, Trace], Drafter] = skip_drafter if name == "skip" else model_drafter
+        found: dict[str, Trace] = {}
+        for case in cases:
+            self._watch.tell(f"{name} along {case.id}")
+            trace = _cut(traces[case.id], tokens)
+            found[case.id] = replace(trace, drafters={name: pass_(self._session, case, trace)})
         return found
 
     def _trace(self, case: Case, answer: tuple[int, ...]) -> Trace:
         engine = self._session.engine
         widest, capacity = engine.runner.widths[-1], engine.cache.capacity
         return Trace(case.prompt.ids, answer, case.options.max_tokens, capacity, widest)
+
+    def _tune_classes(self, cases: Sequence[Case], evidence: Evidence, recorder: Recorder) -> list[Tuned]:
+        groups: dict[TextClass, list[Case]] = {}
+        for case in cases:
+            groups.setdefault((case.temperature, context_class(len(case.prompt.ids))), []).append(case)
+        predicted = {text: self._predict_all(group, evidence) for text, group in groups.items()}
+        # A share of what is left for each class, and a least share of the budget for all of them together.
+        left_s = max(LEAST_CONFIRM_SHARE * self._options.budget_s, self._watch.left_s())
+        end = self._watch.elapsed_s + left_s
+        waiting = len(cases)
+        tuned: list[Tuned] = []
+        for text, group in groups.items():
+            share_s = (end - self._watch.elapsed_s) * len(group) / waiting
+            waiting -= len(group)
+            confirmed = self._confirm(group, evidence, self._worth_running(predicted[text]), share_s, recorder)
+            speeds = [speed for case in group if (speed := evidence.tok_s[case.id]) is not None]
+            tuned.append(Tuned(*text, predicted[text], confirmed, choose(confirmed), median(speeds or [0.0])))
+        return tuned
+
+    def _predict_all(self, cases: Sequence[Case], evidence: Evidence) -> list[Prediction]:
+        """Plain first."""
+        objective = self._options.objective
+        found = self._predict(candidates(), cases, evidence)
+        found += self._predict(tree_candidates(found, objective), cases, evidence)
+        drafting = self._drafting()
+        found += self._predict(drafted_candidates(drafting), cases, evidence)
+        if "model" in drafting:
+            found += self._predict(mixed_candidates(found, objective), cases, evidence)
+        return found
+
+    def _predict(self, settings: Sequence[Setting], cases: Sequence[Case], evidence: Evidence) -> list[Prediction]:
+        """Replay every setting."""
+        found: list[Prediction] = []
+        for setting in settings:
+            self._watch.tell(f"replaying {setting.label}")
+            found += search([setting], evidence.by_kind(cases, setting), evidence.costs)
+        return found
 
     def _worth_running(self, predictions: Sequence[Prediction]) -> list[Setting]:
         """The best few that are predicted to gain anything."""
@@ -253,54 +275,57 @@ class Tuner:
         return [s for s in shortlist(predictions, CONFIRMED, self._options.objective) if gains[s] > 1.0]
 
     def _confirm(
-        self, cases: Sequence[Case], traces: Mapping[str, Trace], settings: Sequence[Setting], classes_left: int
+        self, cases: Sequence[Case], evidence: Evidence, settings: Sequence[Setting], left_s: float, recorder: Recorder
     ) -> list[Confirmed]:
-        """Plain and the settings in turns on every case: one round always, more while this class's time lasts. Answers
-        are cut short where one round of whole ones would take too long."""
-        now = self._clock() - self._began
-        left_s = max(LEAST_CONFIRM_SHARE, 1.0 - now / self._options.budget_s) * self._options.budget_s / classes_left
-        deadline = self._clock() + left_s
+        """Plain and the settings in turns on every case: one round always, more while `left_s` lasts. Answers are cut
+        short where one round of whole ones would take too long."""
+        deadline_s = self._watch.elapsed_s + left_s
         runs = len(cases) * (1 + len(settings))
-        tokens = max(FEWEST_TOKENS, int(1e3 * left_s / runs / self._ms_per_token(self._state.steps)))
-        cases = [_shortened(case, tokens) for case in cases]
-        self._take_turns(cases, settings, deadline)
-        # Predicted anew, on exactly the tokens that were run.
-        run = {case.id: self._trace(case, traces[case.id].answer[: case.options.max_tokens]) for case in cases}
-        assert self._known is not None
-        by_kind = _by_kind(cases, run)
-        plain = predict(PLAIN, by_kind, self._known)
-        found = [(s, self._ratios(cases, s), predict(s, by_kind, self._known)) for s in settings]
-        return [Confirmed(s, ratios, p.speedups(plain, self._options.objective)) for s, ratios, p in found if ratios]
+        left_ms = 1e3 * left_s - sum(readings_ms(cases, self._state.steps))
+        tokens = max(FEWEST_TOKENS, int(left_ms / runs / recorder.ms_per_token()))
+        cases = [shortened(case, tokens) for case in cases]
+        self._take_turns(cases, settings, evidence.costs, deadline_s)
+        found: list[Confirmed] = []
+        for setting in settings:
+            if ratios := self._ratios(cases, setting):
+                found.append(Confirmed(setting, ratios, self._expected(setting, cases, evidence)))
+        return found
 
-    def _take_turns(self, cases: Sequence[Case], settings: Sequence[Setting], deadline: float) -> None:
+    def _expected(self, setting: Setting, cases: Sequence[Case], evidence: Evidence) -> dict[str, float]:
+        """Predicted anew, on no more tokens than were run."""
+        by_kind = evidence.by_kind(cases, setting)
+        mine, plain = (predict(one, by_kind, evidence.costs) for one in (setting, PLAIN))
+        return mine.speedups(plain, self._options.objective)
+
+    def _take_turns(self, cases: Sequence[Case], settings: Sequence[Setting], costs: Costs, deadline_s: float) -> None:
         turn = 0
-        while settings and (turn == 0 or self._clock() < deadline):
+        while settings and (turn == 0 or self._watch.elapsed_s < deadline_s):
             for number, case in enumerate(cases):
                 known = [pair for pair in self._state.pairs if pair.case == case.id and pair.turn == turn]
                 if {pair.setting for pair in known} >= set(settings):
                     continue
-                if turn and self._clock() > deadline:
+                if turn and self._watch.elapsed_s > deadline_s:
                     return
-                self._tell(f"confirming {case.id}")
-                self._state.pairs += self._pairs(case, settings, turn, number)
+                self._watch.tell(f"confirming {case.id}")
+                self._state.pairs += self._pairs(case, settings, costs, (turn, number))
                 self._state.save()
             turn += 1
 
-    def _pairs(self, case: Case, settings: Sequence[Setting], turn: int, number: int) -> list[Pair]:
+    def _pairs(self, case: Case, settings: Sequence[Setting], costs: Costs, place: tuple[int, int]) -> list[Pair]:
+        """place: turn, and number of the case in it."""
         order = [PLAIN, *settings]
-        shift = (turn + number) % len(order)
+        shift = sum(place) % len(order)
         figures: dict[Setting, tuple[float, float] | None] = {}
-        run_case(self._session, _shortened(case, 1), PLAIN, fresh=False)  # brings the prompt into the cache
+        run_case(self._session, shortened(case, 1), PLAIN, fresh=False)  # brings the prompt into the cache
         for setting in order[shift:] + order[:shift]:
-            figures[setting] = _figures(
-                run_case(self._session, case, setting, fresh=False, costs=self._known).finished.record
-            )
+            run = run_case(self._session, case, setting, fresh=False, costs=costs)
+            figures[setting] = _figures(run.finished.record)
         plain = figures[PLAIN]
         found = []
         for setting in settings:
             mine = figures[setting]
             ratios = None if plain is None or mine is None else (plain[0] / mine[0], plain[1] / mine[1])
-            found.append(Pair(case.id, case.kind, setting, turn, ratios))
+            found.append(Pair(case.id, case.kind, setting, place[0], ratios))
         return found
 
     def _ratios(self, cases: Sequence[Case], setting: Setting) -> dict[str, list[float]]:
@@ -313,32 +338,44 @@ class Tuner:
         return found
 
 
-def _shortened(case: Case, tokens: int) -> Case:
-    budget = min(tokens, case.options.max_tokens or tokens)
-    return replace(case, options=replace(case.options, max_tokens=budget))
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that predictions rest on."""
+
+    costs: Costs
+    tok_s: Mapping[str, float | None]  # of the plain answer, by case
+    traces: Mapping[str, Mapping[str, Trace]]  # by what drafts (`ngram` for what needs no model), then by case
+
+    def by_kind(self, cases: Sequence[Case], setting: Setting) -> dict[str, list[Trace]]:
+        """The traces of `cases` on which `setting` can be replayed, as far as the cases go."""
+        traces = self.traces[_DRAFTERS.get(setting.proposer, "ngram")]
+        found: dict[str, list[Trace]] = {}
+        for case in cases:
+            found.setdefault(case.kind, []).append(_cut(traces[case.id], case.options.max_tokens))
+        return found
 
 
-def _reading_ms(case: Case, steps: Mapping[int, Mapping[int, float]]) -> float:
-    """About what the prompt takes to compute: rows of the widest step."""
-    table = steps[min(steps)]
-    return len(case.prompt.ids) * table[max(table)] / max(table)
-
-
-def _by_kind(cases: Sequence[Case], traces: Mapping[str, Trace]) -> dict[str, list[Trace]]:
-    found: dict[str, list[Trace]] = {}
-    for case in cases:
-        found.setdefault(case.kind, []).append(traces[case.id])
-    return found
+def _cut(trace: Trace, tokens: int | None) -> Trace:
+    """As if the answer had been allowed so many tokens."""
+    if tokens is None or tokens >= len(trace.answer):
+        return trace
+    return replace(trace, answer=trace.answer[:tokens], max_tokens=tokens)
 
 
 def _figures(record: RunRecord) -> tuple[float, float] | None:
-    """(milliseconds per token, 95th percentile of the gaps); None for an answer that is too short to tell."""
-    speed, gap = record.decode_tok_s, record.gap_percentile_ms(95)
-    return None if speed is None or not gap else (1e3 / speed, gap)
+    """(milliseconds per token, 95th percentile of the gaps); None for an answer that is too short to tell. The first
+    cycle counts: in it a draft model reads the prompt."""
+    gap = record.gap_percentile_ms(95)
+    if record.decode_tok_s is None or not gap:
+        return None
+    first = record.cycles[0]
+    ms = first.propose_ms + first.verify_ms + first.reconcile_ms + record.decode_ms
+    return ms / record.completion_tokens, gap
 
 
 def plans_of(result: TuneResult, session: Session) -> list[Plan]:
-    """What there is to store, one plan for each temperature class."""
+    """What there is to store, one plan for each class of text."""
+    draft = session.speculation.draft
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return [
         Plan(
@@ -354,6 +391,7 @@ def plans_of(result: TuneResult, session: Session) -> list[Plan]:
             objective=result.objective,
             created=now,
             why=one.choice.why,
+            draft=None if draft is None else draft.name,
         )
         for one in result.tuned
     ]

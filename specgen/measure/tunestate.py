@@ -17,7 +17,7 @@ from specgen.paths import cache_dir
 from specgen.tune.plan import TemperatureClass, read_json, write_json
 from specgen.tune.setting import Setting
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ KINDS = (
 )
 HARD_KIND = "story"
 """Little of it can be guessed: what a setting must survive."""
+LONG_KIND = "long"
+"""Questions on one document of more than 2048 tokens: another class of plans. Only where it is asked for, because each
+answer begins with a long wait."""
 MAX_TOKENS = 192
 SAMPLED = 0.8
 """Temperature of the user's own prompts where they do not say otherwise."""
@@ -61,7 +64,7 @@ class Workload:
 
 def load_workloads(kinds: Sequence[str] = (), prompts: Path | None = None) -> list[Workload]:
     """The shipped prompts (of `kinds`), or those of the user's file or folder. UsageError for what cannot be read."""
-    found = read_prompts(prompts) if prompts is not None else shipped()
+    found = read_prompts(prompts) if prompts is not None else shipped((*KINDS, LONG_KIND) if kinds else KINDS)
     known = list(dict.fromkeys(load.kind for load in found))
     for kind in kinds:
         if kind not in known:
@@ -71,10 +74,10 @@ def load_workloads(kinds: Sequence[str] = (), prompts: Path | None = None) -> li
     return [load for load in found if load.kind in kinds] if kinds else found
 
 
-def shipped() -> list[Workload]:
-    """The prompts of this package, in the order of KINDS."""
+def shipped(kinds: Sequence[str] = KINDS) -> list[Workload]:
+    """The prompts of this package, kind by kind."""
     found: list[Workload] = []
-    for kind in KINDS:
+    for kind in kinds:
         raw = tomllib.loads((files(__package__) / f"{kind}.toml").read_text(encoding="utf-8"))
         defaults = {key: raw[key] for key in _KEYS if key in raw}
         found += [_workload({**defaults, **prompt, "kind": kind}, kind, kind) for prompt in raw["prompt"]]
