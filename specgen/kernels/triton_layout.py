@@ -57,6 +57,13 @@ LEAST_STEPS = 4
 """Iterations that a program is worth starting for: as many as the stages of its pipeline."""
 
 MOST_SPLITS = 16
+
+PARTED_ROWS = 64
+"""Rows for which the parts of K are programs of their own; with more there are programs enough."""
+
+TILE_ROWS = 32
+"""Rows of a program."""
+
 LEAST_GROUP = 16
 """A matrix instruction takes 16 inputs at once."""
 
@@ -154,7 +161,7 @@ class TritonWeight:
     code: Tensor | None = None  # (2, 16) float32: as it is, and rounded to the compute dtype
     bias: Tensor | None = None  # (N,) float32
     perm: Tensor | None = None  # (K,) int32: stored column j multiplies input perm[j]
-    counters: Tensor | None = None  # (tiles,) int32 zeros: programs of a tile that are done; zero between calls
+    counters: Tensor | None = None  # int32, per tile and rows: parts of K that are done; zero between calls
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +232,7 @@ def _base(
     """What every kind has."""
     tiles = Tiles.of(kind, weight.shape, _usable_group(group, weight.shape[1]) if group else 0)
     perm: Tensor | None = getattr(weight, "perm", None)
+    counters = tiles.tiles * (PARTED_ROWS // TILE_ROWS)
     return TritonWeight(
         kind,
         weight.shape,
@@ -233,7 +241,7 @@ def _base(
         _packed(stored, tiles, compute if kind == Kind.DENSE else torch.uint8, device),
         bias=None if weight.bias is None else weight.bias.to(device, torch.float32),
         perm=None if perm is None else perm.to(device, torch.int32),
-        counters=torch.zeros(tiles.tiles, dtype=torch.int32, device=device) if tiles.splits > 1 else None,
+        counters=torch.zeros(counters, dtype=torch.int32, device=device) if tiles.splits > 1 else None,
     )
 
 

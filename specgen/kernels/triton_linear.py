@@ -5,7 +5,7 @@ models, formats. The reference is `reference.linear` and `reference.embedding`.
 
 A program takes 64 outputs and a part of K. Per iteration it reads one contiguous tile of packed weights (asynchronous
 copies of 16 bytes, several tiles ahead), decodes it once into the left operand of the matrix instructions (m16n8k16;
-m16n8k8 on Turing), and multiplies it with up to 64 rows, which stand in columns: a column of such an instruction's
+m16n8k8 on Turing), and multiplies it with up to 32 rows, which stand in columns: a column of such an instruction's
 result depends on its own column alone, and one row costs 8 columns, not 16. The programs of the same outputs leave
 their sums in a workspace; the last one to finish adds them up, in the order of K.
 
@@ -34,13 +34,14 @@ import triton.language as tl
 from torch import Tensor
 
 from specgen.kernels.aot import BF16_CAPABILITIES, AotCase, launch_options
-from specgen.kernels.triton_layout import BLOCK_N, Kind, TritonWeight, prepare
+from specgen.kernels.triton_layout import BLOCK_N, PARTED_ROWS, TILE_ROWS, Kind, TritonWeight, prepare
 from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, Nested, QuantLinear
 
-ROW_TILES = (8, 16, 32, 64)
-"""Rows that a program is compiled for: columns of 1, 2, 4 or 8 matrix instructions."""
+ROW_TILES = (8, 16, TILE_ROWS)
+"""Rows that a program is compiled for: columns of 1, 2 or 4 matrix instructions. With 64, the sums of two warps do not
+fit into their registers; more rows than 32 are several programs, neighbours in time, of which the first brings the
+weights into the second cache for the others."""
 
-MOST_ROWS = ROW_TILES[-1]
 
 NUM_WARPS = 2
 """Two warps of 32 outputs each reuse every activation that they read for two instructions; a block this small puts
@@ -210,11 +211,12 @@ def _linear_kernel(
     SCALE_RATIO: tl.constexpr, MIN_RATIO: tl.constexpr, SPAN: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of outputs, splits, blocks of rows); with WALK one program does all the splits, in order."""
-    tile = tl.program_id(0)
-    split = tl.program_id(1)
+    """Grid: (blocks of rows, tiles of outputs, splits); with WALK one program does all the splits, in order."""
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
     first_n = tile * BLOCK_N
-    first_row = tl.program_id(2) * ROWS
+    first_row = tl.program_id(0) * ROWS
+    counter_ptr = counters_ptr if WALK or SPLITS == 1 else counters_ptr + tile * tl.num_programs(0) + tl.program_id(0)
     n = first_n + tl.arange(0, BLOCK_N)
     r = first_row + tl.arange(0, ROWS)
     kept = (n[:, None] < outputs) & (r[None, :] < rows)
@@ -234,14 +236,14 @@ def _linear_kernel(
         part_size = rows.to(tl.int64) * outputs
         tl.store(parts_ptr + split * part_size + place, total, mask=kept)
         tl.debug_barrier()  # all threads have stored before one tells the others
-        done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        done = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
         if done == SPLITS - 1:
             summed = tl.zeros((BLOCK_N, ROWS), tl.float32)
             for index in range(SPLITS):
                 # Past the first cache, which the other programs' stores do not reach.
                 summed += tl.load(parts_ptr + index * part_size + place, mask=kept, other=0.0, cache_modifier=".cg")
             tl.store(out_ptr + place, _biased(summed, bias_ptr, n, outputs), mask=kept)
-            tl.store(counters_ptr + tile, 0)  # as the next call wants it
+            tl.store(counter_ptr, 0)  # as the next call wants it
 
 
 @triton.jit
@@ -289,7 +291,7 @@ def linear(x: Tensor, weight: TritonWeight) -> Tensor:
     if len(x):
         launch = _linear_launch(x.to(weight.compute).contiguous(), weight, out)
         blocks = -(-len(x) // launch.constants["ROWS"])
-        _linear_kernel[(weight.tiles.tiles, 1 if launch.constants["WALK"] else weight.tiles.splits, blocks)](
+        _linear_kernel[(blocks, weight.tiles.tiles, 1 if launch.constants["WALK"] else weight.tiles.splits)](
             **launch.arguments, **launch.constants, **launch_options(NUM_WARPS, NUM_STAGES[weight.kind])
         )
     return out
@@ -314,7 +316,7 @@ class _Launch:
 
 def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
     rows, tiles = len(x), weight.tiles
-    walk = rows > MOST_ROWS
+    walk = rows > PARTED_ROWS
     parted = tiles.splits > 1 and not walk
     arguments = _weight_arguments(weight, exact=False) | {
         "x_ptr": x,
@@ -330,7 +332,7 @@ def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
     constants = _weight_constants(weight) | {
         "CHUNKS": tiles.chunks,
         "BLOCK_N": BLOCK_N,
-        "ROWS": next((tile for tile in ROW_TILES if rows <= tile), MOST_ROWS),
+        "ROWS": next((tile for tile in ROW_TILES if rows <= tile), TILE_ROWS),
         "SPLITS": tiles.splits,
         "WALK": walk,
     }
@@ -382,7 +384,7 @@ def aot_cases() -> list[AotCase]:
         for name, packed in _examples().items():
             weight = prepare(packed, compute, torch.device("cpu"))
             suffix = str(compute).removeprefix("torch.")
-            for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+            for rows in (1, TILE_ROWS, PARTED_ROWS + 1):
                 out = torch.empty(rows, weight.shape[0])
                 launch = _linear_launch(torch.empty(rows, weight.shape[1], dtype=compute), weight, out)
                 options = (NUM_WARPS, NUM_STAGES[weight.kind], capabilities)
