@@ -9,7 +9,7 @@ import pytest
 
 from specgen.draft import Draft
 from specgen.records import CycleRecord
-from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
+from specgen.tune.controller import REST_CYCLES, AutoGamma, DraftCost, FixedGamma
 from specgen.tune.cost import CostTable
 from specgen.tune.probes import FIRST
 from specgen.tune.survival import SurvivalEstimate, all_of, kind_of
@@ -197,6 +197,16 @@ def test_a_draft_that_cannot_be_cut_is_taken_up_where_it_pays() -> None:
     assert sum(size > 0 for size in sizes) > 190
 
 
+def test_a_refused_model_is_thought_about_rarely() -> None:
+    policy = AutoGamma(CostTable(known_ms={1: 5.0, 2: 6.0, 9: 12.0}), drafting={"skip": DraftCost(0.9, agreement=0.5)})
+    asked, think = [], policy.best_depth
+    policy.best_depth = lambda source: asked.append(source) or think(source)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(180):
+        assert policy.limit("skip") == 0 or policy._probing
+        policy.observe(CycleRecord(0, 0, 0, 1, "plain", 0.0, 5.0, 0.0))
+    assert len(asked) <= 180 / REST_CYCLES
+
+
 def test_measured_agreement_takes_the_place_of_the_prior() -> None:
     costs = {1: 5.0, 2: 5.2, 5: 6.0, 9: 7.0}
     hopeless = AutoGamma(CostTable(known_ms=costs), drafting={"skip": DraftCost(0.9, agreement=0.2)})
@@ -329,7 +339,7 @@ def test_a_worthless_model_costs_less_than_three_percent(draft_ms: float, read_m
 def test_probes_without_a_budget_would_cost_more() -> None:
     """The mutant of the bound above: probes by count alone."""
     bench = Bench(model_policy(0.3), 9.0, read_ms=2.0)
-    bench.policy._probes.spent = lambda ms, lost_ms: None  # type: ignore[method-assign]
+    bench.policy._probes._saved_ms = float("inf")
     bench.policy._observe_proposing = lambda source, ms: None  # type: ignore[method-assign]
     bench.cycles(1500, 0.02)
     assert bench.against_plain < 0.95

@@ -24,6 +24,8 @@ NEGLIGIBLE = 1e-3
 """A level that is reached more rarely is not worth the arithmetic."""
 PROBE_LEVELS = 2
 """How deep a model drafts when it is only tried, and at first."""
+REST_CYCLES = 8
+"""A refused model is thought about once in so many cycles, and whenever a probe was accepted."""
 PLAIN_EVERY = 128
 """t(1) is measured at least once in so many cycles: without it nothing can be compared."""
 DECAY = 0.1
@@ -84,6 +86,7 @@ class AutoGamma:
         for source, cost in self._drafting.items():
             if cost.agreement is not None:
                 self.survival.expect(all_of(source), cost.agreement)
+        self._resting: dict[str, int] = {}  # cycles in which a refused model is not thought about
         self._loss_ms: dict[str, float] = {}  # of trying a refused draft that cannot be cut, by proposer
         self._probes = ProbeSchedule()
         self._probing = False
@@ -100,6 +103,7 @@ class AutoGamma:
         self._probes.new_text()
         self._unread = dict.fromkeys(self._drafting, unread_tokens)
         self._following = set()
+        self._resting = {}
 
     def limit(self, source: str = "") -> int:
         self._begin_cycle()
@@ -109,19 +113,34 @@ class AutoGamma:
         if source not in self._drafting:
             return self.most * self.width if self._may_ask(source) else 0
         kind = all_of(source)
-        levels = self.best_depth(source)
+        levels = 0 if self._is_resting(source) else self.best_depth(source)
         if levels:
             self._probes.take_up(kind)
-        elif self._probes.is_due(kind, self._unread[source] * self._reading_ms(source)):
+        elif self._probes.is_due(kind, lambda: self._probe_loss_ms(source)):
             levels, self._probing = PROBE_LEVELS, True
         else:
+            self._resting.setdefault(source, REST_CYCLES)
             self.reason = _not_worth(source)
         self._asked, self._asked_source = levels, source
         return levels * self.width
 
+    def _is_resting(self, source: str) -> bool:
+        """Whether a refused model need not be thought about: what speaks against it changes slowly."""
+        left = self._resting.pop(source, 0)
+        if left > 1:
+            self._resting[source] = left - 1
+        return left > 0
+
+    def _probe_loss_ms(self, source: str) -> float:
+        """What trying a refused model is expected to cost against decoding plainly."""
+        expected = 1.0 + sum(self.survival.survival(all_of(source), PROBE_LEVELS))
+        step_ms = self.costs.step_ms(1 + self.width * PROBE_LEVELS)
+        spent_ms = self._propose_ms(source, PROBE_LEVELS) + step_ms - expected * self.costs.step_ms(1)
+        return self._unread[source] * self._reading_ms(source) + max(0.0, spent_ms)
+
     def _may_ask(self, source: str) -> bool:
         """Whether a lookup is asked. One whose last draft was refused whole is not, until it is due to be tried."""
-        if source not in self._loss_ms or self._probes.is_due(kind_of(source, 0), self._loss_ms[source]):
+        if source not in self._loss_ms or self._probes.is_due(kind_of(source, 0), lambda: self._loss_ms[source]):
             self._probing = source in self._loss_ms
             return True
         self.reason = _not_worth(source)
@@ -264,6 +283,7 @@ class AutoGamma:
         cost = (lambda levels: self._propose_ms(source, levels)) if source in self._drafting else (lambda _: 0.0)
         if self._fastest([1.0] * self.most, sizes, cost):
             self._probes.encourage(kind)
+            self._resting.pop(source, None)
 
 
 def _not_worth(source: str) -> str:

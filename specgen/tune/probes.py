@@ -6,7 +6,7 @@ Knows: refusals, and what probes cost. Does not know: γ, drafts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 SOON, FIRST, MOST = 3, 12, 192
 """A refused kind is tried again after FIRST refusals, then after twice as many, … at most MOST; SOON after a probe that
@@ -22,11 +22,12 @@ class ProbeSchedule:
         self._patience: dict[Hashable, int] = {}  # refusals before the next probe
         self._saved_ms = 0.0  # what probes may still lose; below 0 when one lost more
 
-    def is_due(self, kind: Hashable, cost_ms: float = 0.0) -> bool:
-        """The kind is refused once more: whether to try it all the same, at a loss of at least `cost_ms`."""
+    def is_due(self, kind: Hashable, cost_ms: Callable[[], float] = lambda: 0.0) -> bool:
+        """The kind is refused once more: whether to try it all the same, at an expected loss of `cost_ms` (which is
+        asked for only when it matters)."""
         self._refused[kind] = self._refused.get(kind, 0) + 1
         patience = self._patience.setdefault(kind, FIRST)
-        if self._refused[kind] < patience or self._saved_ms < cost_ms:
+        if self._refused[kind] < patience or self._saved_ms < cost_ms():
             return False
         self._refused[kind] = 0
         self._patience[kind] = min(MOST, 2 * patience)
