@@ -20,9 +20,11 @@ class DeviceCut:
     """`Truncation` on the device."""
 
     values: Tensor  # (4,) float64: temperature, top_k, top_p, min_p
+    ranked: bool  # False: neither top_k nor top_p is used, nor ever will be, so a graph leaves out their passes
 
     def write(self, cut: Truncation) -> None:
         """Put other settings into the same memory."""
+        assert self.ranked or not is_ranked(cut)
         self.values.copy_(_cut_values(cut))
 
 
@@ -47,9 +49,14 @@ def _key(seed: int, purpose: int) -> Tensor:
     return torch.tensor([seed & _WORD, seed >> 32, purpose], dtype=torch.int64)
 
 
-def device_cut(cut: Truncation, device: torch.device | str) -> DeviceCut:
-    """`cut` on `device`."""
-    return DeviceCut(_cut_values(cut).to(device))
+def is_ranked(cut: Truncation) -> bool:
+    """Whether `cut` keeps a part of the ranking."""
+    return cut.top_k > 0 or cut.top_p < 1.0
+
+
+def device_cut(cut: Truncation, device: torch.device | str, ranked: bool | None = None) -> DeviceCut:
+    """`cut` on `device`. ranked: whether top_k or top_p may be used in what is written later (None: as in `cut`)."""
+    return DeviceCut(_cut_values(cut).to(device), is_ranked(cut) if ranked is None else ranked)
 
 
 def device_noise(seed: int, positions: Tensor, purpose: int = 0) -> DeviceNoise:

@@ -280,9 +280,21 @@ def split_count(kv_heads: int) -> int:
     return max(8, min(32, int(triton.next_power_of_2(128 // kv_heads))))
 
 
-def _stages(element_bytes: int, block: int) -> int:
-    """Blocks of K and V under way at once: as many as 64 KiB of shared memory hold."""
-    return 3 if 2 * element_bytes * KV_BLOCK * block <= 32 * 1024 else 2
+def _keys(element_bytes: int, block: int, matrix: bool) -> int:
+    """Keys that are folded in at once, a divisor of KV_BLOCK: as many as stay in registers. `matrix`: the card has
+    matrix instructions (as far as Triton knows them: not Turing)."""
+    if not matrix or element_bytes == 4:
+        return 16
+    return 32 if element_bytes == 1 and block >= 128 else KV_BLOCK
+
+
+def _has_matrix(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def _stages(element_bytes: int, block: int, keys: int) -> int:
+    """Blocks of K and V under way at once: two blocks fit into 64 KiB of shared memory, or else one."""
+    return 3 if 2 * element_bytes * keys * block <= 32 * 1024 else 2
 
 
 def attention(
@@ -300,7 +312,7 @@ def attention(
     MAX_TREE_ROWS rows must be a chain.
     """
     out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
-    for launch in _launches(q, layer, attend, _Score(scale, window, softcap), out):
+    for launch in _launches(q, layer, attend, _Score(scale, window, softcap), out, _has_matrix(q.device)):
         launch.run()
     return out
 
@@ -313,7 +325,9 @@ class _Score(NamedTuple):
     softcap: float | None
 
 
-def _launches(q: Tensor, layer: KVLayer, attend: DeviceAttend, score: _Score, out: Tensor) -> list[Launch]:
+def _launches(
+    q: Tensor, layer: KVLayer, attend: DeviceAttend, score: _Score, out: Tensor, matrix: bool
+) -> list[Launch]:
     rows, heads, size = q.shape
     kv_heads = len(layer.k)
     assert q.stride()[1:] == (size, 1)
@@ -326,11 +340,12 @@ def _launches(q: Tensor, layer: KVLayer, attend: DeviceAttend, score: _Score, ou
         "positions": attend.positions, "stride_q": q.stride(0), "stride_cache": layer.k.stride(0),
         "stride_scale": k_scale.stride(0), "heads": heads, "size": size, "scale": score.scale,
     }  # fmt: skip
-    constants = _constants(layer, heads, score, out.dtype)
-    stages = _stages(layer.k.element_size(), constants["BLOCK"])
+    constants = _constants(layer, heads, score, out.dtype, matrix)
+    stages = _stages(layer.k.element_size(), constants["BLOCK"], constants["KEYS"])
+    warps = 4 if matrix or constants["BLOCK"] <= 128 else 8
     if rows > MAX_TREE_ROWS:
         grid = (triton.cdiv(rows, constants["LANES"] // constants["GROUP"]), kv_heads)
-        return [Launch(_chain_kernel, grid, shared | {"width": rows, "out": out}, constants, 4, stages)]
+        return [Launch(_chain_kernel, grid, shared | {"width": rows, "out": out}, constants, warps, stages)]
     splits = constants["SPLITS"]
     sums = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=q.device)
     acc = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q.device)
@@ -338,22 +353,23 @@ def _launches(q: Tensor, layer: KVLayer, attend: DeviceAttend, score: _Score, ou
     tree = {"start": attend.start, "path": attend.path, "stride_path": attend.path.stride(0)}
     merged = parts | {"out": out, "rows": attend.rows, "heads": heads, "size": size}
     return [
-        Launch(_split_kernel, (rows, kv_heads, splits), shared | tree | parts, constants, 4, stages),
+        Launch(_split_kernel, (rows, kv_heads, splits), shared | tree | parts, constants, warps, stages),
         Launch(_merge_kernel, (rows, heads), merged, {"SPLITS": splits, "BLOCK": constants["BLOCK"]}, 2),
     ]
 
 
-def _constants(layer: KVLayer, heads: int, score: _Score, out_dtype: torch.dtype) -> dict[str, Any]:
+def _constants(layer: KVLayer, heads: int, score: _Score, out_dtype: torch.dtype, matrix: bool) -> dict[str, Any]:
     kv_heads, _, size = layer.k.shape
     group = heads // kv_heads
+    block = max(LEAST_LANES, triton.next_power_of_2(size))
     return {
         "GROUP": group,
         "SPLITS": split_count(kv_heads),
         "WINDOW": score.window or 0,
         "SOFTCAP": score.softcap or 0.0,
         "QUANTISED": layer.k_scale is not None,
-        "KEYS": KV_BLOCK,
-        "BLOCK": max(LEAST_LANES, triton.next_power_of_2(size)),
+        "KEYS": _keys(layer.k.element_size(), block, matrix),
+        "BLOCK": block,
         "LANES": max(LEAST_LANES, triton.next_power_of_2(group)),
         "DOT": _DTYPES[out_dtype if layer.k.dtype == torch.int8 else layer.k.dtype],
     }
@@ -383,4 +399,6 @@ def _example(size: int, rows: int, group: int, dtypes: tuple[torch.dtype, torch.
     scales = torch.empty(2, KV_BLOCK) if dtypes[1] == torch.int8 else None
     attend = device_attend(Attend.chain(0, rows), rows, "cpu")
     q = torch.empty(rows, 2 * group, size)
-    return _launches(q, KVLayer(cache, cache, scales, scales), attend, score, q.to(dtypes[0]))
+    return _launches(
+        q, KVLayer(cache, cache, scales, scales), attend, score, q.to(dtypes[0]), dtypes[0] == torch.bfloat16
+    )
