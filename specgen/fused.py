@@ -18,12 +18,13 @@ from specgen.cache import KVCache
 from specgen.draft import Draft
 from specgen.graph import DrawSettings, Graph, GraphRunner, Graphs, Staging, read_back
 from specgen.kernels.base import NON_FINITE, Attend, DeviceAttend, pack_attend
+from specgen.kernels.device_sampling import is_ranked
 from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
 from specgen.options import RunOptions
 from specgen.propose.base import Checked, DeviceDraft
 from specgen.propose.model import DraftModel, ModelProposer
-from specgen.sampling import Sampler
+from specgen.sampling import Drawing, Sampler
 from specgen.step import StepOut, StepRunner
 
 GAMMAS = tuple(range(1, 9))
@@ -119,8 +120,9 @@ class Drawn:
 class RecordedCycle:
     """One γ."""
 
-    def __init__(self, pair: Pair, gamma: int, graphs: Graphs) -> None:
+    def __init__(self, pair: Pair, gamma: int, ranked: bool, graphs: Graphs) -> None:
         self._pair = pair
+        self._cut = pair.settings.cut(ranked)
         self._inputs = CycleInputs(gamma, pair.target.device)
         self._began, self._drafted = graphs.mark(), graphs.mark()
         self._graph: Graph[tuple[Tensor, ...]] = graphs.capture(self._launch)
@@ -144,7 +146,7 @@ class RecordedCycle:
         tokens = torch.cat((inputs.pending, *drafted)).clamp(min=0)
         out = pair.target.run(tokens, inputs.target, pair.target_cache.layers)
         noise = pair.settings.noise(inputs.target.positions)
-        own = pair.target.ops.gumbel_argmax(out.logits, pair.settings.cut, noise, pair.settings.vocab)
+        own = pair.target.ops.gumbel_argmax(out.logits, self._cut, noise, pair.settings.vocab)
         return torch.cat((*drafted, own, confidence.view(torch.int32))), out.logits, out.hidden
 
     def _draft(self) -> tuple[list[Tensor], Tensor]:
@@ -163,28 +165,47 @@ class RecordedCycle:
     def _token(self, out: StepOut, position: Tensor) -> Tensor:
         pair = self._pair
         noise = pair.settings.noise(position)
-        return pair.draft.ops.gumbel_argmax(out.logits, pair.settings.cut, noise, pair.draft_vocab)
+        return pair.draft.ops.gumbel_argmax(out.logits, self._cut, noise, pair.draft_vocab)
 
     def _confidence(self, out: StepOut) -> Tensor:
         """`Sampler.likelihood` of the likeliest token."""
-        temperature = self._pair.settings.cut.values[0].float()
+        temperature = self._cut.values[0].float()
         # 0 counts as 1, by arithmetic: a constant would have to come from the host.
         scaled = out.logits[:, : self._pair.draft_vocab] / (temperature + (temperature == 0))
         return (scaled.amax(-1) - scaled.logsumexp(-1)).exp()
 
 
 class FusedCycles:
-    """The recorded cycles of one draft model and its target."""
+    """The recorded cycles of one draft model and its target. Which of them serve an answer is said with `use`."""
 
     def __init__(self, pair: Pair, graphs: Graphs, gammas: Sequence[int] = GAMMAS) -> None:
         self.pair = pair
-        self._cycles = {gamma: RecordedCycle(pair, gamma, graphs) for gamma in sorted(gammas, reverse=True)}
+        self._gammas = sorted(gammas, reverse=True)
+        self._graphs = graphs
+        self._cycles = {False: self._record_all(ranked=False)}
+        self._ranked = False
+
+    def _record_all(self, ranked: bool) -> dict[int, RecordedCycle]:
+        return {gamma: RecordedCycle(self.pair, gamma, ranked, self._graphs) for gamma in self._gammas}
+
+    def use(self, drawing: Drawing) -> bool:
+        """Whether cycles can be drawn so; the first answer with top-k or top-p has its own recorded."""
+        if drawing.vocab != self.pair.settings.vocab:
+            return False
+        ranked = is_ranked(drawing.cut)
+        if ranked not in self._cycles:
+            try:
+                self._cycles[ranked] = self._record_all(ranked)
+            except RuntimeError:
+                return False
+        self._ranked = ranked
+        return True
 
     def __contains__(self, gamma: int) -> bool:
-        return gamma in self._cycles
+        return gamma in self._cycles[self._ranked]
 
     def run(self, gamma: int, start: Start) -> Drawn:
-        return self._cycles[gamma].run(start)
+        return self._cycles[self._ranked][gamma].run(start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,4 +292,4 @@ def can_fuse(cycles: FusedCycles, sampler: Sampler, options: RunOptions) -> bool
     nor a doubtful draft ask the host."""
     drawing = sampler.drawing
     plain = options.accept == "coupled" and options.tree == 1 and options.draft.stop_below == 0.0
-    return plain and drawing is not None and drawing.vocab == cycles.pair.settings.vocab
+    return plain and drawing is not None and cycles.use(drawing)

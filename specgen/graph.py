@@ -10,7 +10,7 @@ after the recording, and results stay where they are until the next replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -18,14 +18,17 @@ from torch import Tensor
 
 from specgen.cache import KVCache
 from specgen.kernels.base import Attend, DeviceAttend, Truncation, pack_attend
-from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, device_cut, device_noise
+from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, device_cut, device_noise, is_ranked
 from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
 from specgen.sampling import Drawing
 from specgen.step import EagerRunner, StepOut, StepRunner
 
-WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
-"""Rows of recorded steps: 1 + γ for powers of two, and what a draft model catches up with."""
+WIDTHS = (1, 2, 3, 5, 9, 17, 33)
+"""Rows of recorded steps: 1 + γ for powers of two. Each keeps its logits, so wider ones are launched op by op."""
+DRAFT_WIDTHS = (1, 2, 5, 17)
+"""Of a model that drafts: it reads what was accepted, then one token after another."""
+MAX_ROWS = 64
 WARM_UPS = 2
 """Launches before a recording: kernels are compiled in the first, and libraries set themselves up."""
 
@@ -161,15 +164,19 @@ class DrawSettings:
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
-        self.cut: DeviceCut = device_cut(Truncation(), device)
+        self._cut = device_cut(Truncation(), device, ranked=True)
         self._noise = device_noise(0, torch.zeros(1, dtype=torch.int32, device=device))
+
+    def cut(self, ranked: bool) -> DeviceCut:
+        """ranked: whether top-k and top-p are heard: a recording is for one or the other."""
+        return replace(self._cut, ranked=ranked)
 
     def noise(self, positions: Tensor) -> DeviceNoise:
         """Of rows at `positions` (W,)."""
         return DeviceNoise(self._noise.key, positions)
 
     def write(self, drawing: Drawing) -> None:
-        self.cut.write(drawing.cut)
+        self._cut.write(drawing.cut)
         self._noise.write(drawing.seed)
 
 
@@ -187,8 +194,8 @@ class _Recorded:
 class GraphRunner:
     """`step.StepRunner` by replaying. `EagerRunner` over the same model gives the same bits.
 
-    It belongs to one cache (and its shadows); a step over another one runs eagerly, as prefill does. With a `vocab`
-    each step also draws the target's token behind every row (`step.DrawsRows`).
+    It belongs to one cache (and its shadows); a step over another one runs eagerly, as prefill does and what is wider
+    than all recordings. With a `vocab` each step also draws the target's token behind every row (`step.DrawsRows`).
     """
 
     def __init__(
@@ -198,43 +205,61 @@ class GraphRunner:
         graphs: Graphs,
         vocab: int | None = None,  # logits behind it are padding
         widths: Sequence[int] = WIDTHS,
-        prefill_rows: int = 512,
     ) -> None:
         self.model = model
-        self.widths = tuple(sorted(widths))
         self.layers = cache.layers
         self.settings = None if vocab is None else DrawSettings(vocab, model.device)
+        self.widths = (*sorted(widths), MAX_ROWS)
+        self._graphs = graphs
+        self._eager = EagerRunner(model, MAX_ROWS)
         self._draws = False
-        self._eager = EagerRunner(model, self.widths[-1], prefill_rows)
-        # The widest first: the others find room in the memory that it needed.
-        self._recorded = {width: self._record(width, graphs) for width in reversed(self.widths)}
+        self._steps = {False: self._record_all(ranked=False)}
+        self._ranked = False  # which of the recordings is used
 
-    def _record(self, width: int, graphs: Graphs) -> _Recorded:
+    def _record_all(self, ranked: bool) -> dict[int, _Recorded]:
+        # The widest first: the others find room in the memory that it needed.
+        return {width: self._record(width, ranked) for width in reversed(self.widths[:-1])}
+
+    def _record(self, width: int, ranked: bool) -> _Recorded:
         inputs = StepInputs(width, self.model.device)
 
         def launch() -> tuple[Tensor, ...]:
             out = self.model.run(inputs.tokens, inputs.attend, self.layers)
-            return out.logits, out.hidden, *self._drawn(out.logits, inputs.attend)
+            return out.logits, out.hidden, *self._drawn(out.logits, inputs.attend, ranked)
 
-        return _Recorded(inputs, graphs.capture(launch))
+        return _Recorded(inputs, self._graphs.capture(launch))
 
-    def _drawn(self, logits: Tensor, attend: DeviceAttend) -> list[Tensor]:
+    def _drawn(self, logits: Tensor, attend: DeviceAttend, ranked: bool) -> list[Tensor]:
         settings = self.settings
         if settings is None:
             return []
         noise = settings.noise(attend.positions)
-        return [self.model.ops.gumbel_argmax(logits, settings.cut, noise, settings.vocab)]
+        return [self.model.ops.gumbel_argmax(logits, settings.cut(ranked), noise, settings.vocab)]
 
     def draw_with(self, drawing: Drawing | None) -> None:
-        self._draws = drawing is not None and self.settings is not None and drawing.vocab == self.settings.vocab
+        self._draws = drawing is not None and self._can_draw(drawing)
         if self._draws and drawing is not None and self.settings is not None:
+            self._ranked = is_ranked(drawing.cut)
             self.settings.write(drawing)
 
+    def _can_draw(self, drawing: Drawing) -> bool:
+        """Records what the first answer with top-k or top-p needs."""
+        if self.settings is None or drawing.vocab != self.settings.vocab:
+            return False
+        ranked = is_ranked(drawing.cut)
+        if ranked not in self._steps:
+            try:
+                self._steps[ranked] = self._record_all(ranked)
+            except RuntimeError:
+                return False  # the sampler draws what the device does not
+        return True
+
     def step(self, tokens: Sequence[int], parents: Sequence[int], cache: KVCache) -> StepOut:
-        if cache.layers is not self.layers:
-            return self._eager.step(tokens, parents, cache)
         rows = len(tokens)
-        recorded = self._recorded[next(width for width in self.widths if width >= rows)]
+        width = next(width for width in self.widths if width >= rows)
+        recorded = self._steps[self._ranked].get(width)
+        if recorded is None or cache.layers is not self.layers:
+            return self._eager.step(tokens, parents, cache)
         recorded.inputs.write(tokens, Attend.tree(cache.length, tuple(parents)))
         recorded.graph.replay()
         logits, hidden, *drawn = recorded.graph.out
@@ -253,7 +278,6 @@ def build_runner(
     cache: KVCache,
     graphs: Graphs | None,  # None: every step is launched op by op
     vocab: int | None = None,  # see GraphRunner; None for a model that drafts
-    widths: Sequence[int] = WIDTHS,
 ) -> tuple[StepRunner, str | None]:
     """How `model` takes its steps over `cache`, and one line for the user when that is not the intended way."""
     if graphs is None or not isinstance(model, DeviceDecoder):
@@ -261,7 +285,7 @@ def build_runner(
     if model.refusal is not None:
         return EagerRunner(model), f"running without CUDA graphs: {model.refusal}"
     try:
-        return GraphRunner(model, cache, graphs, vocab, widths), None
+        return GraphRunner(model, cache, graphs, vocab, DRAFT_WIDTHS if vocab is None else WIDTHS), None
     except RuntimeError as error:  # what torch raises for a capture that failed, and for memory that ran out
         reason = str(error).splitlines()[0]
         return EagerRunner(model), f"running without CUDA graphs: recording a step failed ({reason})"

@@ -24,6 +24,7 @@ from specgen.engine import Answer, Cancel, Engine
 from specgen.graph import GraphRunner, StepInputs, build_runner
 from specgen.kernels.base import Attend, pack_attend
 from specgen.kernels.device import DeviceKernels
+from specgen.kernels.device_sampling import DeviceNoise
 from specgen.kernels.reference import ReferenceKernels
 from specgen.model.device import DeviceDecoder
 from specgen.model.spec import LayerSpec, MoeSpec, NormNames
@@ -186,7 +187,7 @@ class ReadsItsLength(DeviceDecoder):
 
 def test_a_step_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     model = ReadsItsLength(BASE, tiny_weights(BASE), device_kernels())
-    runner, notice = build_runner(model, model.new_cache(64), TapeGraphs(), VOCAB, WIDTHS)
+    runner, notice = build_runner(model, model.new_cache(64), TapeGraphs(), VOCAB)
     assert isinstance(runner, EagerRunner)
     assert notice is not None
     assert "capturing" in notice
@@ -204,7 +205,7 @@ def test_what_runs_by_graphs_and_what_does_not() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     model = device_decoder()
     for built, kind in (
-        (build_runner(model, model.new_cache(64), TapeGraphs(), VOCAB, WIDTHS), GraphRunner),
+        (build_runner(model, model.new_cache(64), TapeGraphs(), VOCAB), GraphRunner),
         (build_runner(model, model.new_cache(64), None, VOCAB), EagerRunner),
         (build_runner(tiny_decoder(), model.new_cache(64), TapeGraphs(), VOCAB), EagerRunner),
     ):
@@ -316,8 +317,44 @@ def test_same_text_on_device_kernels_without_graphs() -> None:
 class WrongPlace(graph.DrawSettings):
     """Mutant: the noise of the position behind."""
 
-    def noise(self, positions: Tensor):
+    def noise(self, positions: Tensor) -> DeviceNoise:
         return super().noise(positions + 1)
+
+
+def test_top_k_is_recorded_when_it_is_first_wanted() -> None:
+    model, graphs = device_decoder(), TapeGraphs()
+    cache = model.new_cache(64)
+    engine = Engine(GraphRunner(model, cache, graphs, VOCAB, WIDTHS), cache)
+    for sampling, captured in ((WARM, 4), (NARROW, 8), (WARM, 8), (NARROW, 8)):
+        assert generate(engine, NgramProposer(), 4, sampling)[0] == reference_text(sampling)
+        assert graphs.captured == captured
+
+
+def test_where_top_k_cannot_be_recorded_the_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = device_decoder()
+    cache = model.new_cache(64)
+    engine = Engine(GraphRunner(model, cache, TapeGraphs(), VOCAB, WIDTHS), cache)
+
+    def refuses(self, launch):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(TapeGraphs, "capture", refuses)
+    for sampling in (NARROW, WARM, NARROW):
+        assert generate(engine, NgramProposer(), 4, sampling)[0] == reference_text(sampling)
+
+
+def test_a_step_wider_than_all_recordings() -> None:
+    model, graphs = device_decoder(), TapeGraphs()
+    caches = [model.new_cache(64) for _ in range(2)]
+    tokens = [(7 * i) % 97 for i in range(20)]
+    outs = []
+    for runner, cache in zip(
+        (GraphRunner(model, caches[0], graphs, VOCAB, WIDTHS), EagerRunner(model)), caches, strict=True
+    ):
+        with cache.transaction(20):
+            outs.append(runner.step(tokens, range(-1, 19), cache).logits)
+    assert torch.equal(*outs)
+    assert not graphs.replays
 
 
 def test_noise_of_another_position_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
