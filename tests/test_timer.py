@@ -120,6 +120,7 @@ def test_work_on_a_card_is_timed_without_its_launches() -> None:
     task = CudaTimer(torch.device("cuda:1"), cuda).task(cuda.work)
     assert cuda.now_ms == WARM_UPS * 23.0
     assert [task(), task()] == [3.0, 3.0]
+    assert CudaTimer(torch.device("cuda:1"), cuda).span(cuda.work, 4) == 23.0
     assert set(cuda.devices) == {torch.device("cuda:1")}
 
 
@@ -142,6 +143,8 @@ def test_the_processor_is_timed_by_the_clock() -> None:
     assert isinstance(timer, HostTimer)
     assert timer.task(lambda: calls.append(1))() >= 0
     assert calls == [1]
+    assert timer.span(lambda: calls.append(1), 3) >= 0
+    assert len(calls) == 4
     assert isinstance(timer_for(torch.device("cuda:0")), CudaTimer)
 
 
@@ -150,6 +153,9 @@ def test_a_copy_moves_every_byte_twice() -> None:
         def task(self, work: Any) -> Any:
             work()
             return lambda: 2.0
+
+        def span(self, work: Any, count: int) -> float:
+            raise AssertionError
 
     speed = CopySpeed(torch.device("cpu"), Two(), size_bytes=1 << 20)
     assert speed.gbps() == pytest.approx(2 * (1 << 20) / 2e-3 / 1e9)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.bench_shape import ShapeFlags, bench_shape
 from specgen.cli.charts import Column, bars, columns_of, print_csv, print_json, print_lines, progress_bar, table
 from specgen.cli.console import Console
 from specgen.cli.flags import ModelFlags
@@ -49,6 +50,14 @@ class BenchFlags:
         float | None, _bench("--min-speedup", metavar="X", help="Fail when decoding is not X times as fast as plain.")
     ] = None
     csv: Annotated[bool, _bench("--csv", help="One line of CSV for each kind and side.")] = False
+    shape: Annotated[
+        str | None,
+        _bench(
+            "--shape",
+            metavar="NAME",
+            help="No files: random weights at a real model's sizes, packed as --quant says; kernels, steps, cycles.",
+        ),
+    ] = None
 
 
 def bench(
@@ -64,9 +73,13 @@ def bench(
     specgen bench
     specgen bench --kind code_editing --gamma 8 --sampling greedy
     specgen bench --prompts my_prompts.jsonl --json
+    specgen bench --shape llama-3.1-8b --quant awq
     """
     console = Console.of(context)
     apply_report_flags(console, report)
+    if flags.shape is not None:
+        check_range("--rounds", flags.rounds, 1, 1000)
+        return bench_shape(context, console, model, ShapeFlags(flags.shape, setting.gamma, flags.rounds, report.json))
     _check(flags, json=report.json)
     chosen = chosen_setting(setting)
     loads = chosen_workloads(texts, flags.per_kind)
