@@ -6,7 +6,7 @@ Knows: flags, tables, where plans are. Does not know: how the search works (`spe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specgen.registry import ModelRef
     from specgen.session import Session
     from specgen.tune.plan import Plan
+    from specgen.tune.search import Confirmed
 
 SCHEMA_VERSION = 1
 SHOWN_PREDICTIONS = 6
@@ -147,7 +148,13 @@ def _object(result: TuneResult, plans: Sequence[Plan], session: dict[str, Any]) 
             "context": one.context,
             "choice": one.choice,
             "confirmed": [
-                {"setting": c.setting, "speedup": c.speedup, "by_kind": c.by_kind, "predicted_by_kind": c.expected}
+                {
+                    "setting": c.setting,
+                    "speedup": c.speedup,
+                    "predicted": c.predicted,
+                    "by_kind": c.by_kind,
+                    "predicted_by_kind": c.expected,
+                }
                 for c in one.confirmed
             ],
             "predicted": [
@@ -157,7 +164,13 @@ def _object(result: TuneResult, plans: Sequence[Plan], session: dict[str, Any]) 
         }
         for one in result.tuned
     ]
-    rest = {"elapsed_s": result.elapsed_s, "prompts": result.prompts, "objective": result.objective}
+    rest = {
+        "elapsed_s": result.elapsed_s,
+        "prompts": result.prompts,
+        "objective": result.objective,
+        "propose_ms": result.costs.propose,
+        "skip": None if result.skip is None else {**asdict(result.skip), "skipped": sorted(result.skip.skipped)},
+    }
     return {**known, **rest, "classes": classes, "plans": [plan.to_json() for plan in plans]}
 
 
@@ -165,6 +178,7 @@ def _lines(result: TuneResult, width: int) -> Iterator[str]:
     yield f"{result.prompts} answers of up to {result.tokens} tokens, {result.elapsed_s:.0f} s"
     yield ""
     yield from _step_table(result, width)
+    yield from _propose_lines(result)
     for one in result.tuned:
         yield ""
         yield from _class_lines(one, result, width)
@@ -181,6 +195,14 @@ def _step_table(result: TuneResult, width: int) -> list[str]:
     return table("A step of the model, by rows and tokens of context", columns, width)
 
 
+def _propose_lines(result: TuneResult) -> Iterator[str]:
+    """What proposing takes."""
+    for name, cost in result.costs.propose.items():
+        each = f" and {cost.each:.2f} ms a token" if cost.each else ""
+        read = f", {cost.read:.2f} ms to read one" if cost.read else ""
+        yield f"{name}: {cost.once:.3f} ms a draft{each}{read}"
+
+
 def _class_lines(one: Tuned, result: TuneResult, width: int) -> Iterator[str]:
     from specgen.tune.search import overall, ranked
 
@@ -189,22 +211,51 @@ def _class_lines(one: Tuned, result: TuneResult, width: int) -> Iterator[str]:
     measured = {confirmed.setting: confirmed for confirmed in one.confirmed}
     shown = [p.setting for p in best] + [s for s in measured if s not in {p.setting for p in best}]
     predicted = {setting: overall(one.predicted(setting, objective)) for setting in shown}
+    predicted |= {setting: confirmed.predicted for setting, confirmed in measured.items()}
     yield from table(
-        f"Settings, {one.temperature} ({objective} over plain, all kinds)",
+        f"Settings, {one.texts} ({objective} over plain, all kinds)",
         [
             Column("setting", [setting.label for setting in shown], left=True),
             Column("predicted", [f"{predicted[setting]:.2f}x" for setting in shown]),
             Column("measured", [f"{measured[s].speedup.middle:.2f}x" if s in measured else "" for s in shown]),
+            Column("error", [_error(measured.get(setting)) for setting in shown]),
             Column("with the noise", [_noise(measured[s].speedup) if s in measured else "" for s in shown]),
         ],
         width,
     )
+    yield from _drafter_lines(one, result)
     if one.confirmed:
         yield ""
         yield from _kind_table(one, result, width)
     yield ""
-    yield f"Chosen for {one.temperature} text: {one.choice.setting.label}"
+    yield f"Chosen for {one.texts}: {one.choice.setting.label}"
     yield f"  {one.choice.why}"
+
+
+def _drafter_lines(one: Tuned, result: TuneResult) -> Iterator[str]:
+    """What each kind of drafting is predicted to do with the best γ, whether it is among the best or not."""
+    from specgen.tune.search import overall
+
+    speeds = {p.setting: overall(p.speedups(one.plain, result.objective)) for p in one.predictions}
+    for name in ("model", "mix", "skip"):
+        # γ auto leaves a draft out that does not pay: it would hide what the draft is worth.
+        fixed = [setting for setting in speeds if setting.proposer == name and setting.gamma is not None]
+        if fixed:
+            best = max(fixed, key=lambda setting: speeds[setting])
+            yield f"{_drafter(name, result)}: at best {speeds[best]:.2f}x predicted ({best.label})"
+
+
+def _drafter(name: str, result: TuneResult) -> str:
+    if name != "skip" or result.skip is None:
+        return {"model": "the draft model alone", "mix": "n-grams, and the draft model where they have nothing"}[name]
+    count = len(result.skip.skipped)
+    left_out = f"{count} sublayer{'' if count == 1 else 's'} left out"
+    return f"the model with {left_out}, right for {result.skip.agreement:.0%} of its own greedy text"
+
+
+def _error(confirmed: Confirmed | None) -> str:
+    """Predicted over measured speed."""
+    return "" if confirmed is None else f"{100 * (confirmed.predicted / confirmed.speedup.middle - 1):+.0f}%"
 
 
 def _kind_table(one: Tuned, result: TuneResult, width: int) -> list[str]:
@@ -245,6 +296,7 @@ def _plan_lines(plans: Sequence[Plan], width: int) -> Iterator[str]:
         "Stored plans",
         [
             Column("model", [plan.model for plan in plans], left=True),
+            Column("draft", [plan.draft or "–" for plan in plans], left=True),
             Column("text", [f"{plan.temperature}, {plan.context}" for plan in plans], left=True),
             Column("setting", [plan.setting.label for plan in plans], left=True),
             Column("gain", [f"{plan.speedup[1]:.2f}x" for plan in plans]),
@@ -257,7 +309,8 @@ def _plan_lines(plans: Sequence[Plan], width: int) -> Iterator[str]:
     )
     for plan in plans:
         yield ""
-        yield f"{plan.model}, {plan.temperature}: {plan.setting.label}"
+        beside = "" if plan.draft is None else f" with {plan.draft}"
+        yield f"{plan.model}{beside}, {plan.texts}: {plan.setting.label}"
         yield f"  {plan.why}"
 
 
@@ -276,8 +329,9 @@ def _export(console: Console, ref: ModelRef, server: str) -> int:
     plans = PlanStore().all(_digest(ref))
     if not plans:
         raise SpecgenError(f"no plan is stored for {ref.name}", hint="run `specgen tune` first")
-    # Servers take one setting for all requests: the newest plan for greedy text, else the newest.
-    plan = next((p for p in reversed(plans) if p.temperature == "greedy"), plans[-1])
+    # Servers take one setting for all requests: the newest plan for greedy text after short prompts, else the newest.
+    short = [plan for plan in plans if plan.context == "short"] or plans
+    plan = next((plan for plan in reversed(short) if plan.temperature == "greedy"), short[-1])
     flags, notes = export(plan, server)
     for note in notes:
         console.note(note)

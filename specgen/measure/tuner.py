@@ -22,7 +22,7 @@ from specgen.measure.tunestate import Pair, Recorded, TuneState
 from specgen.measure.workloads import LONG_KIND, Workload
 from specgen.options import ProposerName
 from specgen.records import RunRecord
-from specgen.tune.plan import ContextClass, Plan, TemperatureClass, context_class
+from specgen.tune.plan import ContextClass, Plan, TemperatureClass, context_class, texts_in_words
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.replay import Drafter, Trace
 from specgen.tune.search import (
@@ -52,8 +52,6 @@ SKIP_SHARE = 0.2
 """Of the budget, for the search of a skip set."""
 PASS_SHARE = 0.1
 """Of the budget, for what a model that drafts would have said along all answers."""
-PLACE_DRAFTS = 2
-"""Tokens that `skip` drafts at each place of an answer until one is wrong, about."""
 SKIP_TEXTS, TIMED_CASES = 2, 2
 """Answers along which skip sets are compared; answers that are run to see what drafting takes."""
 LEAST_CONFIRM_SHARE = 0.4
@@ -84,6 +82,10 @@ class Tuned:
     confirmed: Sequence[Confirmed]
     choice: Choice
     plain_tok_s: float
+
+    @property
+    def texts(self) -> str:
+        return texts_in_words(self.temperature, self.context)
 
     @property
     def plain(self) -> Prediction:
@@ -129,6 +131,7 @@ class Tuner:
         self._options = options
         self._state = state
         self._watch = Watch(options.budget_s, clock)
+        self._skip: SkipChoice | None = None
         self._cases, left_out = make_cases(session, in_order(loads), options.sampling)
         self._notes = [f"{load} is left out: it does not fit into the context" for load in left_out]
 
@@ -140,7 +143,8 @@ class Tuner:
         self._fit_budget(recorder)
         recorded = recorder.record(self._cases)
         cases = [shortened(case, recorded[case.id].max_tokens) for case in self._cases if case.id in recorded]
-        skip = self._find_skips(cases, recorded) if self._options.skip else None
+        if self._options.skip:
+            self._skip = self._find_skips(cases, recorded)
         evidence = self._evidence(cases, recorded)
         tuned = self._tune_classes(cases, evidence, recorder)
         self._watch.done()
@@ -153,7 +157,7 @@ class Tuner:
             tokens=longest,
             elapsed_s=self._watch.elapsed_s,
             resumed=resumed,
-            skip=skip,
+            skip=self._skip,
             notes=self._notes,
         )
 
@@ -208,13 +212,13 @@ class Tuner:
     def _drafting(self) -> list[ProposerName]:
         """The proposers that are models, where there are such."""
         found: list[ProposerName] = ["model"] if self._session.speculation.draft is not None else []
-        return [*found, "skip"] if self._options.skip else found
+        return found if self._skip is None else [*found, "skip"]
 
     def _drafted(
         self, name: ProposerName, cases: Sequence[Case], traces: Mapping[str, Trace], cost: ProposeMs
     ) -> dict[str, Trace]:
         """The traces with what a model would have said: as much of each as can be had in PASS_SHARE of the budget."""
-        place_ms = cost.of(1) * (PLACE_DRAFTS if name == "skip" else 1)
+        place_ms = cost.of(1 if self._skip is None or name != "skip" else self._skip.tries)
         reading_ms = sum(cost.read * len(case.prompt.ids) for case in cases)
         left_ms = 1e3 * PASS_SHARE * self._options.budget_s - reading_ms
         tokens = max(FEWEST_TOKENS, int(left_ms / len(cases) / max(place_ms, 1e-3)))

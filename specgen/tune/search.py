@@ -216,6 +216,11 @@ class Confirmed:
         return Interval.of_ratios(self.ratios, self.expected)
 
     @property
+    def predicted(self) -> float:
+        """Of the kinds that were measured; 1 when nothing was predicted."""
+        return overall({kind: (self.expected or {}).get(kind, 1.0) for kind in self.by_kind})
+
+    @property
     def by_kind(self) -> dict[str, float]:
         """The measured ratio of each kind."""
         return {kind: median(values) for kind, values in self.ratios.items() if values}

@@ -24,6 +24,11 @@ class SkipChoice:
     speedup: float  # expected over plain decoding at the best γ
     gamma: int  # that γ; 0 when no γ pays
 
+    @property
+    def tries(self) -> int:
+        """Tokens that such a draft has until one is wrong, about."""
+        return round(sum(self.agreement**k for k in range(MAX_GAMMA)))
+
 
 def expected_speed(
     agreement: float, draft_share: float, step_ratio: Callable[[int], float], most: int = MAX_GAMMA
