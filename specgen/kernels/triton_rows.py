@@ -90,8 +90,9 @@ def _write_head(values, stored, scales, slot, lane, size, QUANTISED: tl.constexp
     inside = lane < size
     if QUANTISED:
         scale = tl.div_rn(tl.max(tl.abs(values), axis=0), 127.0)
+        # A maximum may pass NaN over, and an int8 would hide it.
+        scale = tl.where(tl.max((values != values).to(tl.int32), axis=0) > 0, float("nan"), scale)
         divisor = tl.where(scale == 0.0, 1.0, scale)
-        # Clamped after rounding: a NaN or inf must not become an undefined integer.
         whole = round_half_even(tl.div_rn(values, tl.zeros_like(values) + divisor))
         tl.store(stored + slot * size + lane, tl.clamp(whole, -127.0, 127.0).to(tl.int8), mask=inside)
         tl.store(scales + slot, scale)
