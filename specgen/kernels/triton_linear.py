@@ -25,7 +25,8 @@ dense weights that are stored in another type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.aot import BF16_CAPABILITIES, AotCase, launch_options
+from specgen.kernels.aot import BF16_CAPABILITIES, AotCase
+from specgen.kernels.launch import Launch
 from specgen.kernels.triton_layout import BLOCK_N, PARTED_ROWS, TILE_ROWS, Kind, TritonWeight, prepare
 from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, Nested, QuantLinear
 
@@ -44,9 +46,9 @@ weights into the second cache for the others."""
 
 
 NUM_WARPS = 2
-"""Two warps of 32 outputs each reuse every activation that they read for two instructions; a block this small puts
-four to eight on a processor, which hide one another's waits. (Four warps would also select Hopper's warp-group
-instructions, whose shape follows the number of rows.)"""
+"""Two warps of 32 outputs each reuse every activation that they read for two instructions; a block this small leaves
+room for five to ten on a processor, which hide one another's waits. Four would take a quarter to a half more
+instructions in all, for fewer barriers, and on Hopper select warp-group instructions, whose shape follows the rows."""
 
 NUM_STAGES = {Kind.DENSE: 4, Kind.INT4: 4, Kind.INT8: 3, Kind.FP8: 3, Kind.CODE4: 3}
 """Tiles in flight: 4 KiB for four bits, 8 KiB for the others."""
@@ -137,12 +139,20 @@ def _decode(word, PART: tl.constexpr, KIND: tl.constexpr, CENTRED: tl.constexpr,
 
 
 @triton.jit
-def _value(inner_ptr, outer_ptr, group, n, stride, RATIO: tl.constexpr, SPAN: tl.constexpr):
-    """The scale or min (float32) of outputs n in a group: see `triton_layout.Values`."""
+def _value(
+    inner_ptr, outer_ptr, block, PART: tl.constexpr, n, stride,
+    SUB: tl.constexpr, PER: tl.constexpr, GROUP: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The scale or min (float32) of outputs n at inputs PART · SUB… of a block: see `triton_layout.Values`."""
     column = n // SPAN
+    group = 0 if GROUP == 0 else (block * PER + PART) * SUB // GROUP
     value = tl.load(inner_ptr + group * stride + column).to(tl.float32)
     if RATIO > 0:
-        value *= tl.load(outer_ptr + (group // RATIO) * stride + column).to(tl.float32)
+        if GROUP * RATIO % (SUB * PER) == 0 and GROUP > 0:
+            coarse = block // (GROUP * RATIO // (SUB * PER))  # the same for the whole block, so that it is read once
+        else:
+            coarse = group // RATIO
+        value *= tl.load(outer_ptr + coarse * stride + column).to(tl.float32)
     return value
 
 
@@ -184,12 +194,15 @@ def _part(
                 if KIND == _DENSE:
                     acc += part
                 elif (i == PER - 1) or (GROUP > 0 and (i + 1) * SUB % GROUP == 0):
-                    group = 0 if GROUP == 0 else (block * BLOCK + i * SUB) // GROUP
-                    scale = _value(scale_ptr, scale_outer_ptr, group, n, scale_stride, SCALE_RATIO, SPAN)
+                    scale = _value(
+                        scale_ptr, scale_outer_ptr, block, i, n, scale_stride, SUB, PER, GROUP, SCALE_RATIO, SPAN
+                    )
                     acc = tl.fma(part, tl.broadcast_to(scale[:, None], (BLOCK_N, ROWS)), acc)
                     part = tl.zeros((BLOCK_N, ROWS), tl.float32)
                     if HAS_MIN:
-                        low = _value(min_ptr, min_outer_ptr, group, n, scale_stride, MIN_RATIO, SPAN)
+                        low = _value(
+                            min_ptr, min_outer_ptr, block, i, n, scale_stride, SUB, PER, GROUP, MIN_RATIO, SPAN
+                        )
                         if KIND == _INT4:
                             low = tl.fma(scale, tl.full((BLOCK_N,), -16.0, tl.float32), low)
                         total = tl.max(sums, axis=0)  # of 16 equal rows
@@ -277,10 +290,13 @@ def _embedding_kernel(
         if KIND == _INT4 and not CENTRED:
             value = value - 16.0
         if KIND != _DENSE:
-            group = 0 if GROUP == 0 else (block * PER + i) * SUB // GROUP
-            value *= _value(scale_ptr, scale_outer_ptr, group, token, scale_stride, SCALE_RATIO, SPAN)[:, None]
+            value *= _value(
+                scale_ptr, scale_outer_ptr, block, i, token, scale_stride, SUB, PER, GROUP, SCALE_RATIO, SPAN
+            )[:, None]
             if min_ptr is not None:
-                value += _value(min_ptr, min_outer_ptr, group, token, scale_stride, MIN_RATIO, SPAN)[:, None]
+                value += _value(
+                    min_ptr, min_outer_ptr, block, i, token, scale_stride, SUB, PER, GROUP, MIN_RATIO, SPAN
+                )[:, None]
         tl.store(out_ptr + row.to(tl.int64) * inputs + k, value, mask=k < inputs)
 
 
@@ -289,11 +305,7 @@ def linear(x: Tensor, weight: TritonWeight) -> Tensor:
     assert x.shape[1] == weight.shape[1]
     out = torch.empty((len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
     if len(x):
-        launch = _linear_launch(x.to(weight.compute).contiguous(), weight, out)
-        blocks = -(-len(x) // launch.constants["ROWS"])
-        _linear_kernel[(blocks, weight.tiles.tiles, 1 if launch.constants["WALK"] else weight.tiles.splits)](
-            **launch.arguments, **launch.constants, **launch_options(NUM_WARPS, NUM_STAGES[weight.kind])
-        )
+        _linear_launch(x.to(weight.compute).contiguous(), weight, out).run()
     return out
 
 
@@ -301,21 +313,13 @@ def embedding(ids: Tensor, weight: TritonWeight) -> Tensor:
     """Rows `ids` (R,) int32 or int64 of a (V, H) weight → (R, H) float32; ids outside 0…V-1 are clamped."""
     out = torch.empty((len(ids), weight.shape[1]), dtype=torch.float32, device=ids.device)
     if len(ids):
-        launch = _embedding_launch(ids.contiguous(), weight, out)
-        _embedding_kernel[(len(ids), -(-weight.shape[1] // weight.tiles.block))](
-            **launch.arguments, **launch.constants, **launch_options(1, 1)
-        )
+        _embedding_launch(ids.contiguous(), weight, out).run()
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    arguments: dict[str, Tensor | int | None]
-    constants: dict[str, Any]
-
-
-def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
+def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> Launch:
     rows, tiles = len(x), weight.tiles
+    tile_rows = next((tile for tile in ROW_TILES if rows <= tile), TILE_ROWS)
     walk = rows > PARTED_ROWS
     parted = tiles.splits > 1 and not walk
     arguments = _weight_arguments(weight, exact=False) | {
@@ -332,19 +336,23 @@ def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
     constants = _weight_constants(weight) | {
         "CHUNKS": tiles.chunks,
         "BLOCK_N": BLOCK_N,
-        "ROWS": next((tile for tile in ROW_TILES if rows <= tile), TILE_ROWS),
+        "ROWS": tile_rows,
         "SPLITS": tiles.splits,
         "WALK": walk,
     }
-    return _Launch(arguments, constants)
+    grid = (-(-rows // tile_rows), tiles.tiles, tiles.splits if parted else 1)
+    return Launch(_linear_kernel, grid, arguments, constants, NUM_WARPS, NUM_STAGES[weight.kind])
 
 
-def _embedding_launch(ids: Tensor, weight: TritonWeight, out: Tensor) -> _Launch:
+def _embedding_launch(ids: Tensor, weight: TritonWeight, out: Tensor) -> Launch:
     # The codes of a codebook are read as they are, all other values are exact in the compute type.
     dtype = tl.bfloat16 if weight.compute == torch.bfloat16 else tl.float16
-    return _Launch(
+    return Launch(
+        _embedding_kernel,
+        (len(ids), -(-weight.shape[1] // weight.tiles.block)),
         _weight_arguments(weight, exact=True) | {"ids_ptr": ids, "out_ptr": out},
         _weight_constants(weight) | {"DTYPE": tl.float32 if weight.kind == Kind.CODE4 else dtype},
+        num_warps=1,
     )
 
 
@@ -378,24 +386,30 @@ def _weight_constants(weight: TritonWeight) -> dict[str, Any]:
 
 
 def aot_cases() -> list[AotCase]:
-    """Every kind with the groups and scales that the formats have, at the fewest and the most rows, split and not."""
+    """Every kind with the groups and scales that the formats have: for the fewest and the most rows of a program, and
+    walking through all of K. Turing, which has no bfloat16, compiles one example of each kind."""
     cases = []
-    for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
-        for name, packed in _examples().items():
-            weight = prepare(packed, compute, torch.device("cpu"))
-            suffix = str(compute).removeprefix("torch.")
-            for rows in (1, TILE_ROWS, PARTED_ROWS + 1):
-                out = torch.empty(rows, weight.shape[0])
-                launch = _linear_launch(torch.empty(rows, weight.shape[1], dtype=compute), weight, out)
-                options = (NUM_WARPS, NUM_STAGES[weight.kind], capabilities)
-                cases.append(_case(f"linear {name} R={rows} {suffix}", _linear_kernel, launch, options))
-            launch = _embedding_launch(torch.empty(1, dtype=torch.int32), weight, torch.empty(1, weight.shape[1]))
-            cases.append(_case(f"embedding {name} {suffix}", _embedding_kernel, launch, (1, 1, capabilities)))
-    return cases
+    for name, packed in _examples().items():
+        for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
+            if compute == torch.bfloat16 or name in TURING_EXAMPLES:
+                weight = prepare(packed, compute, torch.device("cpu"))
+                cases += [launch.case(f"{op} {name}", capabilities) for op, launch in _launches(weight)]
+    return [replace(case, name=case.name + _suffix(case)) for case in cases]
 
 
-def _case(name: str, kernel: Any, launch: _Launch, options: tuple[int, int, tuple[int, ...]]) -> AotCase:
-    return AotCase.of_launch(name, kernel, launch.arguments, launch.constants, options)
+def _launches(weight: TritonWeight) -> Iterator[tuple[str, Launch]]:
+    outputs, inputs = weight.shape
+    for rows in (1, TILE_ROWS, PARTED_ROWS + 1):
+        x = torch.empty(rows, inputs, dtype=weight.compute)
+        yield f"linear R={rows}", _linear_launch(x, weight, torch.empty(rows, outputs))
+    yield "embedding", _embedding_launch(torch.empty(1, dtype=torch.int32), weight, torch.empty(1, inputs))
+
+
+def _suffix(case: AotCase) -> str:
+    return " fp16" if case.capabilities == (75,) else " bf16"
+
+
+TURING_EXAMPLES = ("int4 g128 symmetric", "int4 g32 nested", "int8 g32", "fp8 blocks", "codebook4 g64", "dense")
 
 
 def _examples() -> dict[str, QuantLinear]:
