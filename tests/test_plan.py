@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +92,43 @@ def test_a_fresh_plan_silences_the_stale_one(store: PlanStore) -> None:
     assert store.book(SCOPE).notes == ()
 
 
+def drafted(setting: Setting, draft: str | None, **changes: str) -> Plan:
+    return replace(PLAN, scope=replace(SCOPE, draft=draft), setting=setting, draft=draft and "small", **changes)
+
+
+def test_a_plan_is_bound_to_its_draft_model(store: PlanStore) -> None:
+    with_draft = replace(SCOPE, draft="f" * 64)
+    model, lookup = Setting("model", 3), Setting("ngram", 2)
+    assert drafted(model, "f" * 64).stale(with_draft) is None
+    assert drafted(lookup, "f" * 64).stale(with_draft) is None
+    assert drafted(lookup, "f" * 64).stale(SCOPE) is None, "it won beside the draft: it wins without"
+    assert "with a draft model" in (drafted(model, "f" * 64).stale(SCOPE) or "")
+    assert "without this draft model" in (drafted(lookup, None).stale(with_draft) or "")
+    assert "with a draft model" in (drafted(model, "e" * 64).stale(with_draft) or "")
+
+
+def test_the_plan_of_the_same_draft_comes_first(store: PlanStore) -> None:
+    beside, alone = drafted(Setting("ngram", 2), "f" * 64), drafted(Setting("ngram", 3), None)
+    for plan in (beside, alone):
+        store.save(plan)
+    assert len(store.all()) == 2
+    assert store.book(SCOPE).choice(0.0, 100) == alone
+    assert store.book(beside.scope).plans == (beside,)
+    store.forget(SCOPE.digest)
+    store.save(beside)
+    assert store.book(SCOPE).choice(0.0, 100) == beside
+    assert PlanStore.read(store.save(beside)) == beside
+
+
+def test_a_plan_of_an_older_schema_is_told_and_not_used(store: PlanStore) -> None:
+    old = PLAN.to_json()
+    del old["draft"]
+    store.save(PLAN).write_text(json.dumps({**old, "schema": 1}))
+    book = store.book(SCOPE)
+    assert book.plans == ()
+    assert "schema 1, not 2" in book.notes[0]
+
+
 def test_plans_of_other_models_are_not_seen(store: PlanStore) -> None:
     store.save(replace(PLAN, scope=replace(SCOPE, digest="e" * 64)))
     assert store.book(SCOPE).plans == ()
@@ -111,6 +149,8 @@ def damaged(**changes: object) -> dict[str, object]:
         (damaged(speedup=[1.0, -1.0, 2.0]), "number"),
         (damaged(by_kind={"chat": "fast"}), "number"),
         (damaged(why=7), "text"),
+        (damaged(draft=7), "text"),
+        (damaged(scope={**PLAN.to_json()["scope"], "draft": 7}), "text"),
         (damaged(fixed_gamma=True), "fixed_gamma"),
         (damaged(fixed_gamma=17), "fixed_gamma"),
         (damaged(setting={**PLAN.setting.to_json(), "gamma": 99}), "gamma"),
@@ -173,6 +213,35 @@ def test_export_speaks_the_language_of_each_server() -> None:
     assert notes == ()
     assert "--spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5" in export(PLAN, "llama.cpp")[0]
     assert "--speculative-num-draft-tokens 6" in export(PLAN, "sglang")[0]
+
+
+def test_export_names_the_draft_model() -> None:
+    plan = drafted(Setting("model", 4), "f" * 64)
+    flags, notes = export(plan, "vllm")
+    config = json.loads(flags.removeprefix("--speculative-config ").strip("'"))
+    assert config == {"num_speculative_tokens": 4, "method": "draft_model", "model": "small"}
+    assert "by the name small" in notes[0]
+    assert export(plan, "llama.cpp")[0] == "--spec-draft-model small --spec-draft-n-max 4"
+    assert "STANDALONE --speculative-draft-model-path small" in export(plan, "sglang")[0]
+    assert "--speculative-num-steps 4" in export(plan, "sglang")[0]
+    hostile = replace(plan, draft="a b'; rm -rf /")
+    for server in SERVERS:
+        *_, word = [part for part in shlex.split(export(hostile, server)[0]) if "rm -rf" in part]
+        assert "a b'; rm -rf /" in word, "one word of the command line"
+
+
+def test_export_of_what_servers_do_not_have() -> None:
+    flags, notes = export(replace(drafted(Setting("mix", None), "f" * 64), fixed_gamma=3), "vllm")
+    assert '"num_speculative_tokens": 3' in flags
+    assert "draft_model" in flags
+    assert "mix" in " ".join(notes)
+    flags, notes = export(replace(PLAN, setting=Setting("skip", 6), fixed_gamma=4), "llama.cpp")
+    assert "ngram-simple" in flags
+    assert "--spec-draft-n-max 4" in flags
+    assert "skip" in notes[0]
+    flags, notes = export(replace(PLAN, setting=Setting("ngram", 3, tree=2), fixed_gamma=5), "sglang")
+    assert "--speculative-num-draft-tokens 6" in flags
+    assert "trees" in notes[0]
 
 
 def test_export_says_what_is_lost() -> None:

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from specgen.tune.predict import Costs
-from specgen.tune.replay import Trace
+from specgen.tune.predict import Costs, ProposeMs
+from specgen.tune.replay import Drafter, Guess, PrefixGuesses, Trace
 from specgen.tune.search import (
     TREES,
     Confirmed,
     Interval,
     candidates,
     choose,
+    drafted_candidates,
+    mixed_candidates,
     overall,
+    predict,
     ranked,
     search,
     shortlist,
@@ -97,6 +100,73 @@ def test_a_tree_wins_where_the_last_match_misleads_and_rows_are_free() -> None:
     gains = [p.yields["forked"] / chain[replace(p.setting, tree=1)].yields["forked"] for p in trees]
     assert min(gains) >= 1.0
     assert max(gains) > 1.0
+
+
+def guessed(answer: tuple[int, ...], hits: float, name: str = "model", seed: int = 3) -> Trace:
+    """A trace along which a model was right with probability `hits`."""
+    rng = random.Random(seed)
+    guesses = tuple(Guess(token if rng.random() < hits else 0) for token in answer)
+    return replace(trace(answer), drafters={name: Drafter(PrefixGuesses(guesses), at_once=512)})
+
+
+def drafted_costs(each_ms: float, read_ms: float = 0.0) -> Costs:
+    return replace(FLAT, propose={"model": ProposeMs(each=each_ms, read=read_ms), "ngram": ProposeMs(0.01)})
+
+
+@pytest.mark.parametrize(("each_ms", "hits", "deepest", "pays"), [(0.5, 0.9, True, True), (9.0, 0.4, False, False)])
+def test_a_cheap_draft_that_is_right_goes_deep_and_a_dear_one_loses(
+    each_ms: float, hits: float, deepest: bool, pays: bool
+) -> None:
+    found = list(
+        search([PLAIN, *drafted_candidates({"model"})], {"a": [guessed(RANDOM, hits)]}, drafted_costs(each_ms))
+    )
+    fixed = [p for p in found if p.setting.gamma]
+    best = max(fixed, key=lambda p: overall(p.speedups(found[0])))
+    assert (best.setting.gamma >= 6) == deepest
+    assert (overall(best.speedups(found[0])) > 1.0) == pays
+    adaptive = next(p for p in found if p.setting.gamma is None)
+    assert overall(adaptive.speedups(found[0])) > (1.2 if pays else 0.9), "γ auto keeps away from what loses"
+
+
+def test_expected_tokens_follow_from_the_bits() -> None:
+    """Right, right, wrong, over and over: a draft of two is always whole, and the third token is the target's."""
+    answer = RANDOM[:60]
+    bits = tuple(Guess(token if index % 3 < 2 else 0) for index, token in enumerate(answer))
+    known = replace(trace(answer), drafters={"model": Drafter(PrefixGuesses(bits), at_once=512)})
+    for gamma, expected in ((1, 1.5), (2, 3.0), (8, 3.0)):
+        found = predict(Setting("model", gamma), {"a": [known]}, drafted_costs(1.0))
+        assert found.yields["a"] == pytest.approx(expected, rel=0.05)
+    shifted = replace(known, drafters={"model": Drafter(PrefixGuesses(bits[1:] + bits[:1]), at_once=512)})
+    assert predict(Setting("model", 2), {"a": [shifted]}, drafted_costs(1.0)).yields["a"] < 2.0, "the mutant"
+
+
+def test_the_mix_takes_each_where_it_is_good() -> None:
+    """Half of the text repeats itself, half of it a model knows."""
+    answer = LOOP[:60] + RANDOM[:60]
+    guesses = tuple(Guess(token if index >= 60 else 0) for index, token in enumerate(answer))
+    known = {"a": [replace(trace(answer), drafters={"model": Drafter(PrefixGuesses(guesses), at_once=512)})]}
+    costs = drafted_costs(1.0)
+    lookups = list(search(candidates(), known, costs))
+    mixes = list(search(mixed_candidates(lookups), known, costs))
+    model = predict(Setting("model", 8), known, costs)
+    mix = next(p for p in mixes if p.setting.gamma == 8)
+    best = ranked(lookups)[0]
+    assert mix.yields["a"] > max(model.yields["a"], best.yields["a"])
+    assert {p.setting.proposer for p in mixes} == {"mix"}
+    assert len({(p.setting.n_min, p.setting.n_max) for p in mixes}) == 2
+    sources = {cycle.source for record in mix.records["a"] for cycle in record.cycles}
+    assert sources >= {"ngram", "model"}
+
+
+def test_reading_is_paid_for() -> None:
+    """After a lookup the model has tokens to catch up on."""
+    answer = LOOP[:60] + RANDOM[:30] + LOOP[:60]
+    guesses = tuple(Guess(token) for token in answer)
+    known = {"a": [replace(trace(answer), drafters={"model": Drafter(PrefixGuesses(guesses), at_once=512)})]}
+    setting = Setting("mix", 4)
+    free, dear = (predict(setting, known, drafted_costs(0.5, read)) for read in (0.0, 2.0))
+    assert free.yields == dear.yields
+    assert free.ms_per_token["a"] < dear.ms_per_token["a"]
 
 
 def test_p95_prefers_plain_when_wide_steps_are_slow() -> None:
