@@ -376,29 +376,25 @@ def _constants(layer: KVLayer, heads: int, score: _Score, out_dtype: torch.dtype
 
 
 def aot_cases() -> list[AotCase]:
-    """Every head dimension and kind of cache, one row and prefill, with window and softcap, in both compute dtypes."""
-    cases = []
+    """Every head dimension and kind of cache, few rows and prefill, with and without window and softcap."""
+    cases: dict[str, AotCase] = {}
     for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
-        for dtype in (compute, torch.int8, torch.float32):
-            for size in (64, 80, 128, 256):
-                for rows, (group, score) in itertools.product((1, 128), _EXAMPLES.items()):
-                    tag = f"D={size} group={group} {str(compute)[6:]} {str(dtype)[6:]} cache"
-                    cases += [
-                        launch.case(f"{launch.kernel.fn.__name__.strip('_')} {tag}", capabilities)
-                        for launch in _example(size, rows, group, (compute, dtype), score)
-                    ]
-    return cases
+        for dtype, size, rows in itertools.product((compute, torch.int8, torch.float32), (64, 128, 256), (1, 128)):
+            for group, score in {4: _Score(0.125, None, None), 7: _Score(0.125, 4096, 50.0)}.items():
+                for launch in _example((rows, group, size), (compute, dtype), score):
+                    tag = f"D={size} {str(compute)[6:]}"
+                    if launch.kernel is not _merge_kernel:
+                        tag += f" {str(dtype)[6:]} cache" + (" window softcap" if score.window else "")
+                    name = f"{launch.kernel.fn.__name__.strip('_')} {tag}"
+                    cases.setdefault(name, launch.case(name, capabilities))
+    return list(cases.values())
 
 
-_EXAMPLES = {4: _Score(0.125, None, None), 7: _Score(0.125, 4096, 50.0)}
-"""Groups of heads, and what may become of their scores."""
-
-
-def _example(size: int, rows: int, group: int, dtypes: tuple[torch.dtype, torch.dtype], score: _Score) -> list[Launch]:
+def _example(shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype], score: _Score) -> list[Launch]:
+    rows, group, size = shape
     cache = torch.empty(2, KV_BLOCK, size, dtype=dtypes[1])
     scales = torch.empty(2, KV_BLOCK) if dtypes[1] == torch.int8 else None
     attend = device_attend(Attend.chain(0, rows), rows, "cpu")
     q = torch.empty(rows, 2 * group, size)
-    return _launches(
-        q, KVLayer(cache, cache, scales, scales), attend, score, q.to(dtypes[0]), dtypes[0] == torch.bfloat16
-    )
+    matrix = dtypes[0] == torch.bfloat16
+    return _launches(q, KVLayer(cache, cache, scales, scales), attend, score, q.to(dtypes[0]), matrix)

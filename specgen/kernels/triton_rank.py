@@ -311,7 +311,9 @@ class Plan(NamedTuple):
         """A number per row and chunk."""
         return torch.empty(self.grid, dtype=dtype, device=self.logits.device)
 
-    def over_chunks(self, kernel: Any, arguments: dict[str, Any], constants: dict[str, Any]) -> Launch:
+    def over_chunks(
+        self, kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], num_warps: int = 4
+    ) -> Launch:
         """A pass over all logits."""
         read = {
             "logits": self.logits,
@@ -319,7 +321,7 @@ class Plan(NamedTuple):
             "stride": self.logits.stride(0),
             "vocab": self.vocab,
         }
-        return Launch(kernel, self.grid, read | arguments, constants | {"CHUNK": CHUNK} | self.chunks)
+        return Launch(kernel, self.grid, read | arguments, constants | {"CHUNK": CHUNK} | self.chunks, num_warps)
 
 
 class Searches(NamedTuple):
@@ -343,6 +345,9 @@ class Searches(NamedTuple):
         return cls(count_hist, count_state, mass_hist, mass_state, plan.part(torch.float64))
 
 
+_SEARCH_WARPS = 8
+"""Two sums over all values of a digit stay in registers."""
+
 _SEARCH = {"BINS": BINS, "PASSES": len(DIGITS), "LAST_BITS": DIGITS[-1][1]}
 
 
@@ -358,7 +363,7 @@ def search_launches(plan: Plan, cut: DeviceCut, found: Searches) -> list[Launch]
     return [
         *(plan.over_chunks(_count_kernel, count, digit) for digit in digits),
         plan.over_chunks(_count_mass_kernel, count | {"part_mass": found.part_mass}, _SEARCH),
-        *(plan.over_chunks(_weigh_kernel, weigh, digit) for digit in digits),
+        *(plan.over_chunks(_weigh_kernel, weigh, digit, _SEARCH_WARPS) for digit in digits),
     ]
 
 
@@ -372,4 +377,4 @@ def kept_mass_launch(plan: Plan, cut: DeviceCut, found: Searches | None, part_ke
         "state": None if found is None else found.mass_state,
         "part_kept": part_kept,
     }
-    return plan.over_chunks(_kept_mass_kernel, arguments, _SEARCH | {"RANKED": found is not None})
+    return plan.over_chunks(_kept_mass_kernel, arguments, _SEARCH | {"RANKED": found is not None}, _SEARCH_WARPS)
