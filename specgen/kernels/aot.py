@@ -211,18 +211,30 @@ def judged(result: AotResult) -> AotResult:
     return replace(result, failures=tuple(failures))
 
 
-def compile_all(capabilities: tuple[int, ...] = CAPABILITIES, only: str = "", processes: int = 1) -> list[AotResult]:
-    """Every case whose "module case" holds `only`, for every capability that it is meant for, in a fixed order."""
-    jobs = [
-        (module, case.name, capability)
-        for module, case in all_cases()
-        for capability in capabilities
-        if capability in case.capabilities and only in f"{module} {case.name}"
-    ]
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which cases are compiled for which cards."""
+
+    capabilities: tuple[int, ...] = CAPABILITIES
+    only: str = ""  # cases whose "module case" holds this
+    in_turn: bool = False  # each case for one of its cards, so that all kernels and all cards are seen, not all pairs
+
+
+def compile_all(selection: Selection, processes: int = 1) -> list[AotResult]:
+    """The selected cases, in a fixed order."""
+    jobs = list(_selected(selection))
     if processes == 1:
         return [_compile_named(job) for job in jobs]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         return list(pool.map(_compile_named, jobs, chunksize=4))
+
+
+def _selected(selection: Selection) -> Iterator[tuple[str, str, int]]:
+    for index, (module, case) in enumerate(all_cases()):
+        if selection.only in f"{module} {case.name}":
+            meant = [capability for capability in selection.capabilities if capability in case.capabilities]
+            for capability in [meant[index % len(meant)]] if selection.in_turn and meant else meant:
+                yield module, case.name, capability
 
 
 def _compile_named(job: tuple[str, str, int]) -> AotResult:

@@ -1,0 +1,118 @@
+"""Every Triton kernel compiles for every card and fits it: no card is needed, but Triton without its interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton, which compiles for graphics cards, is not installed")
+
+from specgen import kernels
+from specgen.errors import UsageError
+from specgen.kernels.aot import CAPABILITIES, SHARED_BYTES, AotResult, all_cases, case_modules, judged
+from specgen.measure.aot import failures, table
+
+
+def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in which Triton compiles instead of interpreting."""
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Each case for one of its cards; `python -m specgen.measure.aot` does all pairs, in some minutes."""
+    done = compiling("-m", "specgen.measure.aot", "--in-turn", "--json", "--processes", "2")
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_fits_its_card(results: list[dict[str, Any]]) -> None:
+    assert [result for result in results if result["failures"]] == []
+    assert {result["capability"] for result in results} == set(CAPABILITIES)
+
+
+def test_every_module_with_kernels_is_compiled(results: list[dict[str, Any]]) -> None:
+    files = Path(kernels.__file__).parent.glob("triton_*.py")
+    with_kernels = {file.stem for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}
+    assert with_kernels - {"triton_math"} == {result["module"] for result in results}  # functions of other kernels
+
+
+def test_names_of_cases_are_unique() -> None:
+    for name, module in case_modules():
+        names = [case.name for case in module.aot_cases()]
+        assert len(names) == len(set(names)), name
+
+
+INSTRUCTIONS = """
+import json, sys
+from dataclasses import replace
+from specgen.kernels import triton_linear
+from specgen.kernels.aot import compile_case
+
+cases = [case for case in triton_linear.aot_cases() if "int4 g32 min bf16" in case.name and "linear" in case.name]
+for capability in (86, 90):
+    print(json.dumps([compile_case("", case, capability).instructions for case in cases]))
+case = cases[1]
+for mutant in (replace(case, num_stages=20), replace(case, constexprs={**case.constexprs, "ROWS": 128}),
+               replace(case, constexprs={**case.constexprs, "ROWS": 12})):
+    print(json.dumps(compile_case("", mutant, 86).failures))
+# With four warps and enough rows, Hopper's compiler takes an instruction whose shape follows the rows.
+many = [replace(case, num_warps=4, constexprs={**case.constexprs, "ROWS": rows}) for rows in (8, 32)]
+print(json.dumps([compile_case("", case, 90).instructions for case in many]))
+"""
+
+
+def test_all_row_counts_use_one_instruction_and_what_does_not_fit_is_seen() -> None:
+    done = compiling("-c", INSTRUCTIONS)
+    assert done.returncode == 0, done.stderr
+    ampere, hopper, shared, spilling, broken, mutant = (json.loads(line) for line in done.stdout.splitlines())
+    for used in (ampere, hopper):
+        assert len(used) == 3
+        assert len({tuple(names) for names in used}) == 1, "a row's bits would depend on the number of rows"
+        assert len(used[0]) == 1
+    assert len({tuple(names) for names in mutant}) == 2
+    assert "shared memory" in shared[0]
+    assert "spills" in spilling[0]
+    assert broken == ["does not compile"]
+
+
+def test_nothing_compiles_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UsageError, match="interpreter"):
+        all_cases()
+
+
+FITTING = AotResult("triton_x", "case", 86, 4, registers=128, shared_bytes=SHARED_BYTES[86])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"spill_bytes": 8}, "spills 8 bytes"),
+        ({"shared_bytes": SHARED_BYTES[86] + 1}, "shared memory"),
+        ({"registers": 256}, "256 registers"),
+        ({"registers": 168, "num_warps": 16}, "168 registers in each of 512 threads"),
+    ],
+)
+def test_limits(change: dict[str, int], words: str) -> None:
+    assert judged(FITTING).ok
+    result = judged(replace(FITTING, **change))
+    assert not result.ok
+    assert words in failures([result])[0]
+    assert "!" in table([result])
+    assert "!" not in table([judged(FITTING)])
+
+
+def test_aot_needs_no_card_and_no_triton_to_be_imported() -> None:
+    code = "import sys; sys.modules['triton'] = None; import specgen.kernels.aot, specgen.measure.aot"
+    assert compiling("-c", code).returncode == 0
+    importlib.import_module("specgen.measure.aot")
