@@ -18,6 +18,7 @@ from specgen.cache import KVCache
 from specgen.draft import Draft
 from specgen.graph import DrawSettings, Graph, GraphRunner, Graphs, Staging, read_back
 from specgen.kernels.base import NON_FINITE, Attend, DeviceAttend, pack_attend
+from specgen.kernels.card_memory import is_out_of_memory
 from specgen.kernels.device_sampling import is_ranked
 from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
@@ -283,6 +284,8 @@ def build_cycles(
     try:
         return FusedCycles(pair, graphs), None
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0]
         return None, f"drafting step by step: recording a whole cycle failed ({reason})"
 

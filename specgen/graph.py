@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specgen.cache import KVCache
 from specgen.kernels.base import Attend, DeviceAttend, Truncation, pack_attend
+from specgen.kernels.card_memory import is_out_of_memory
 from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, device_cut, device_noise, is_ranked
 from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
@@ -286,6 +287,8 @@ def build_runner(
         return EagerRunner(model), f"running without CUDA graphs: {model.refusal}"
     try:
         return GraphRunner(model, cache, graphs, vocab, DRAFT_WIDTHS if vocab is None else WIDTHS), None
-    except RuntimeError as error:  # what torch raises for a capture that failed, and for memory that ran out
+    except RuntimeError as error:  # what torch raises for a capture that failed
+        if is_out_of_memory(error):
+            raise  # a shorter context, or no draft, leaves room for the recordings
         reason = str(error).splitlines()[0]
         return EagerRunner(model), f"running without CUDA graphs: recording a step failed ({reason})"

@@ -12,6 +12,8 @@ import pytest
 import torch
 from cards import GB, FakeSystem, card
 from cpu import cpu_kernels
+from device_ops import ReferenceOps
+from tape import Opaque, TapeGraphs
 from tiny_session import FREE, tiny_file
 from typer.testing import CliRunner
 
@@ -19,9 +21,12 @@ from specgen import placement, session
 from specgen.cache import KVCache
 from specgen.cli.app import app
 from specgen.errors import DeviceError, ExitCode, OutOfMemoryError
+from specgen.events import Finished
+from specgen.graph import GraphRunner
 from specgen.kernels.base import Kernels
 from specgen.kernels.card_memory import is_out_of_memory, shortage, shortage_told
 from specgen.kernels.cuda import Card
+from specgen.kernels.device import DeviceKernels
 from specgen.memory import LEAST_CONTEXT_TOKENS, MemoryPlan, Need, Request
 from specgen.options import LoadOptions, RunOptions
 from specgen.placement import GRAPH_BYTES, Placement, first_that_holds, placements
@@ -249,6 +254,57 @@ def test_a_cache_that_does_not_fit_after_all(
     loaded = load(model_file, device="cuda")
     assert loaded.engine.cache.capacity < 640
     assert any("context cut to" in notice for notice in loaded.loaded.notices)
+
+
+@pytest.fixture
+def recorded(system: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> TapeGraphs:
+    """The card computes with the reference's ops, and graphs play a tape."""
+    graphs = TapeGraphs()
+
+    def select(card: Card | None, threads: int | None) -> tuple[Kernels, str | None]:
+        return (cpu_kernels(1) if card is None else DeviceKernels(Opaque(ReferenceOps()), torch.device("cpu"))), None
+
+    monkeypatch.setattr(placement, "select_kernels", select)
+    monkeypatch.setattr(session, "device_graphs", lambda device, wanted: graphs if wanted else None)
+    return graphs
+
+
+def answer(loaded: session.Session) -> tuple[int, ...]:
+    last = list(loaded.generate(loaded.prompt_ids(FREE, raw=True), RunOptions(max_tokens=12)))[-1]
+    assert isinstance(last, Finished)
+    return last.token_ids
+
+
+def test_steps_on_a_card_are_recorded_unless_told_otherwise(recorded: TapeGraphs, model_file: Path) -> None:
+    with_graphs, captured = load(model_file, device="cuda"), recorded.captured
+    assert captured > 0
+    assert with_graphs.loaded.notices == ()
+    without = load(model_file, device="cuda", graphs=False)
+    assert recorded.captured == captured
+    assert answer(with_graphs) == answer(without)
+
+
+def test_recordings_that_find_no_memory_take_the_plan_a_step_further(
+    recorded: TapeGraphs, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session._Opened, "need", lambda self, kv: KV_NEED)
+    monkeypatch.setattr(TapeGraphs, "capture", failing(1, TapeGraphs.capture))
+    loaded = load(model_file, device="cuda")
+    assert loaded.engine.cache.capacity == LEAST_CONTEXT_TOKENS
+    assert isinstance(loaded.engine.runner, GraphRunner)
+    assert any("context cut to 512 of 640" in notice for notice in loaded.loaded.notices)
+
+
+def test_recordings_that_fail_otherwise_are_done_without(
+    recorded: TapeGraphs, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: TapeGraphs, launch: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(TapeGraphs, "capture", refuse)
+    loaded = load(model_file, device="cuda")
+    assert [notice for notice in loaded.loaded.notices if "running without CUDA graphs" in notice]
+    assert len(answer(loaded)) == 12
 
 
 KV_NEED = Need(weights_bytes=1000, slot_bytes=1000, workspace_bytes=1000, context_tokens=640)

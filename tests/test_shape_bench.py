@@ -11,12 +11,15 @@ import pytest
 import torch
 from cards import card
 from cpu import cpu_kernels
+from device_ops import ReferenceOps
+from tape import Opaque, TapeGraphs
 from torch import Tensor
 from typer.testing import CliRunner
 
 from specgen.cli.app import app
 from specgen.errors import ModelError, UsageError
 from specgen.kernels.base import Attend
+from specgen.kernels.device import DeviceKernels
 from specgen.kernels.reference import ReferenceKernels
 from specgen.measure import compiled, shape_bench, shapes
 from specgen.measure.compiled import CompiledSpeed, CpuInt4, Yardstick, measure_compiled, timed, unfair
@@ -252,6 +255,24 @@ def test_cycles_are_those_of_the_engine(measured: ShapeResult) -> None:
 def test_capacity_holds_every_cycle_even_when_all_is_accepted() -> None:
     request = ShapeRequest(TINY, PACKINGS["awq"], None, context_tokens=40, gamma=16, repeats=1)
     assert request.capacity >= 40 + CYCLES * 17 + 17
+
+
+def test_on_a_device_steps_and_cycles_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's decoder over the reference's ops, and graphs that play a tape."""
+    graphs = TapeGraphs()
+    monkeypatch.setattr(shape_bench, "device_graphs", lambda device, wanted: graphs if wanted else None)
+    asked = ShapeRequest(TINY, PACKINGS["gptq"], TINY, context_tokens=8, gamma=2, repeats=1)
+    place = Placement(DeviceKernels(Opaque(ReferenceOps()), CPU), card())
+    found = ShapeBench(asked, place).run()
+    assert found.notices == []
+    assert graphs.captured > 0
+    assert found.notices == []
+    assert (found.device, found.place) == ("cuda:0", "Card sm_89")
+    assert [linear.role for linear in found.linears] == ["qkv", "o", "gate_up", "down", "head"]
+    assert [cycle.gamma for cycle in found.cycles] == [0, 2, 2]
+    before = graphs.captured
+    ShapeBench(replace(asked, graphs=False), place)
+    assert graphs.captured == before, "--no-graphs"
 
 
 # the command
