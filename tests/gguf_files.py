@@ -59,22 +59,23 @@ def model_keys(arch: str = "llama", **changes: Any) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
 
 
-def weights(seed: int = 0) -> dict[str, np.ndarray]:
-    """The matrices of one layer by GGUF name, in Hugging Face's row order, and norms."""
+def weights(seed: int = 0, layers: int = 1) -> dict[str, np.ndarray]:
+    """The matrices of the layers by GGUF name, in Hugging Face's row order, and norms."""
     random = np.random.default_rng(seed)
-    shapes = {
-        "token_embd": (VOCAB, HIDDEN),
-        "blk.0.attn_q": (HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_output": (HIDDEN, HEADS * HEAD_DIM),
-        "blk.0.ffn_gate": (INTER, HIDDEN),
-        "blk.0.ffn_up": (INTER, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, INTER),
-        "blk.0.attn_norm": (HIDDEN,),
-        "blk.0.ffn_norm": (HIDDEN,),
-        "output_norm": (HIDDEN,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCAB, HIDDEN)}
+    for index in range(layers):
+        shapes |= {
+            f"blk.{index}.attn_q": (HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{index}.attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{index}.attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{index}.attn_output": (HIDDEN, HEADS * HEAD_DIM),
+            f"blk.{index}.ffn_gate": (INTER, HIDDEN),
+            f"blk.{index}.ffn_up": (INTER, HIDDEN),
+            f"blk.{index}.ffn_down": (HIDDEN, INTER),
+            f"blk.{index}.attn_norm": (HIDDEN,),
+            f"blk.{index}.ffn_norm": (HIDDEN,),
+        }
+    shapes["output_norm"] = (HIDDEN,)
     return {f"{name}.weight": random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -109,10 +110,13 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def llama_file(path: Path, quant: str = "F32", **changes: Any) -> Path:
-    """A one-layer Llama, q and k rows stored as llama.cpp stores them."""
-    tensors = weights()
-    tensors["blk.0.attn_q.weight"] = permuted(tensors["blk.0.attn_q.weight"], HEADS)
-    tensors["blk.0.attn_k.weight"] = permuted(tensors["blk.0.attn_k.weight"], KV_HEADS)
+    """A Llama of one layer (or `block_count`), q and k rows stored as llama.cpp stores them."""
+    layers = changes.get("block_count", 1)
+    tensors = weights(layers=layers)
+    for index in range(layers):
+        for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+            key = f"blk.{index}.{name}.weight"
+            tensors[key] = permuted(tensors[key], heads)
     return write_gguf(path, tensors, quant=quant, keys={**model_keys(**changes), **tokenizer_keys()})
 
 

@@ -24,7 +24,7 @@ SCHEMA_KEYS = {"schema_version", "model", "versions"}
 
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_file(tmp_path_factory.mktemp("model"))
+    return tiny_file(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture
@@ -209,6 +209,43 @@ def test_tune_json(specgen: Commands) -> None:
     (found,) = value["classes"]
     assert found["predicted"][0]["setting"]["proposer"] == "none"
     assert value["objective"] == value["plans"][0]["objective"] == "p95"
+
+
+def test_tune_with_a_draft_model(specgen: Commands, model_file: Path) -> None:
+    draft = ("--draft", str(model_file))
+    result = specgen("tune", "--budget", "4", "--sampling", "greedy", "--skip", *draft)
+    told(result, 0)
+    for word in (
+        "ms a token",
+        "the draft model alone: at best",
+        "n-grams, and the draft model where they have nothing: at best",
+        "left out, right for",
+        "(skip γ",
+    ):
+        assert word in result.stdout
+    shown = CliRunner().invoke(app, ["tune", "--show"], env={"COLUMNS": "200"})
+    assert f"with {model_file.stem}" in shown.stdout
+    (plan,) = json.loads(CliRunner().invoke(app, ["tune", "--show", "--json"]).stdout)["plans"]
+    assert plan["draft"] == model_file.stem
+    assert plan["scope"]["draft"]
+    assert "tuned:" in specgen("run", "-p", COPY, "-n", "4", *draft).stderr
+    told(specgen("tune", "--export", "vllm"), 0)
+
+
+def test_a_model_of_one_layer_has_nothing_to_leave_out(specgen: Commands, tmp_path: Path) -> None:
+    specgen.model = tiny_file(tmp_path)
+    told(specgen("tune", "--skip"), 2, "one layer", "--skip")
+    told(specgen("run", "-p", COPY, "-n", "4", "--proposer", "skip"), 2, "one layer")
+
+
+def test_tune_json_tells_what_drafting_takes(specgen: Commands, model_file: Path) -> None:
+    arguments = ("tune", "--budget", "4", "--sampling", "greedy", "--draft", str(model_file), "--skip", "--json")
+    value = json.loads(specgen(*arguments).stdout)
+    assert set(value["propose_ms"]) == {"ngram", "model", "skip"}
+    assert value["propose_ms"]["model"]["each"] > 0
+    assert value["skip"]["skipped"]
+    settings = {one["setting"]["proposer"] for one in value["classes"][0]["predicted"]}
+    assert settings == {"none", "ngram", "model", "mix", "skip"}
 
 
 def test_verify_passes_and_fails_by_exit_code(specgen: Commands, monkeypatch: pytest.MonkeyPatch) -> None:

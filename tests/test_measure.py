@@ -17,20 +17,25 @@ from specgen.measure import tuner as tuner_module
 from specgen.measure.bench import Bench
 from specgen.measure.calibrate import calibrate, contexts_for, cycle_overheads, medians
 from specgen.measure.profile import Profiler, Sweep
+from specgen.measure.recording import in_order, readings_ms
 from specgen.measure.runs import make_cases, run_case, trace_of
 from specgen.measure.timer import Spread
 from specgen.measure.tuner import TuneOptions, Tuner, plans_of
 from specgen.measure.tunestate import TuneState
-from specgen.measure.workloads import Workload
+from specgen.measure.workloads import LONG_KIND, Workload
 from specgen.options import RunOptions, SamplingOptions
+from specgen.propose.model import DraftModel
 from specgen.records import RunRecord
 from specgen.session import Session
+from specgen.speculation import LoadedDraft
+from specgen.step import EagerRunner
 from specgen.tune.controller import FixedGamma
 from specgen.tune.plan import PlanBook, PlanStore
 from specgen.tune.predict import Costs
 from specgen.tune.replay import replay
-from specgen.tune.search import TREES, played_proposer
+from specgen.tune.search import GAMMAS, TREES, played_proposer
 from specgen.tune.setting import PLAIN, Setting
+from specgen.tune.skip_store import SkipStore
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("model")
         patch.setenv("SPECGEN_DATA", str(folder / "data"))
-        yield tiny_session(tiny_file(folder))
+        yield tiny_session(tiny_file(folder, layers=2))
 
 
 @pytest.fixture
@@ -198,6 +203,99 @@ def test_a_replay_that_forgets_the_width_counts_differently(session: Session) ->
             found.append([(c.proposed, c.depth) for c in cycles] == measured)
     assert all(alike[3])
     assert not all(alike[1])
+
+
+@pytest.fixture
+def drafted(session: Session) -> Iterator[Session]:
+    """With a draft that is the model itself."""
+    model = session.speculation.model
+    reader = DraftModel(EagerRunner(model), model.new_cache(CONTEXT), model.spec.vocab)
+    session.speculation.draft = LoadedDraft("twin", reader, 1.0, "cd" * 32)
+    yield session
+    session.speculation.draft = None
+
+
+def test_tune_searches_the_draft_model_and_the_mix(drafted: Session, tmp_path: Path) -> None:
+    _, result = tune(drafted, sampling="greedy")
+    predictions = {p.setting: p for p in result.tuned[0].predictions}
+    assert {setting.proposer for setting in predictions} == {"none", "ngram", "model", "mix"}
+    gammas = {setting.gamma for setting in predictions if setting.proposer == "model"}
+    assert gammas == {None, *GAMMAS}
+    # The draft is always right: an answer of n tokens takes n / (γ + 1) cycles.
+    for kind, expected in predictions[Setting("model", 1)].yields.items():
+        assert expected == pytest.approx(2.0, abs=0.1), kind
+    assert result.costs.propose["model"].each > 0
+    (plan,) = plans_of(result, drafted)
+    assert (plan.scope.draft, plan.draft) == ("cd" * 32, "twin")
+    store = PlanStore(tmp_path)
+    store.save(replace(plan, setting=Setting("model", 3)))
+    drafted.use_plans(store.book(drafted.scope))
+    assert drafted.speculation.drafting["model"].level > 0
+    events = list(drafted.generate(drafted.prompt_ids(COPY), RunOptions(max_tokens=8)))
+    assert (events[0].proposer, events[0].gamma) == ("model", "3")
+
+
+def test_what_was_confirmed_was_predicted_on_the_same_tokens(drafted: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where drafts and n-grams are known along different lengths of an answer."""
+    wanted = [Setting("mix", 3, 3, 1), Setting("model", 2)]
+    monkeypatch.setattr(Tuner, "_worth_running", lambda self, predictions: wanted)
+    monkeypatch.setattr(tuner_module, "PASS_SHARE", 0.0)  # as little of each answer as there may be
+    _, result = tune(drafted, sampling="greedy", budget_s=4.0)
+    confirmed = result.tuned[0].confirmed
+    assert [one.setting for one in confirmed] == wanted
+    for one in confirmed:
+        assert set(one.expected or {}) == set(one.by_kind) == {"copy", "free"}
+        assert one.predicted > 0
+
+
+def test_tune_searches_what_to_leave_out(session: Session) -> None:
+    _, result = tune(session, sampling="greedy", skip=True)
+    assert result.skip is not None
+    assert SkipStore(session.speculation.digest, len(session.loaded.spec.layers)).load() == result.skip
+    skips = [p for p in result.tuned[0].predictions if p.setting.proposer == "skip"]
+    assert {p.setting.gamma for p in skips} == {None, *GAMMAS}
+    assert all(p.yields for p in skips)
+    _, without = tune(session, sampling="greedy")
+    assert without.skip is None
+    assert "skip" not in {p.setting.proposer for p in without.tuned[0].predictions}
+
+
+def long_loads() -> list[Workload]:
+    """Two long prompts with the same beginning, beside the short ones."""
+    document = "hello world 12 " * 12
+    long = [Workload(LONG_KIND, name, document + name, SamplingOptions(), 16) for name in ("one", "two")]
+    return [*long, *tiny_loads()]
+
+
+def test_long_prompts_are_a_class_of_their_own(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.tune.plan.LONG_TOKENS", 80)
+    found = Tuner(session, long_loads(), TuneOptions(6.0, sampling="greedy"), TuneState()).run()
+    assert [(one.temperature, one.context) for one in found.tuned] == [("greedy", "short"), ("greedy", "long")]
+    short, long = (set(one.plain.yields) for one in found.tuned)
+    assert (short, long) == ({"copy", "free"}, {LONG_KIND})
+    plans = plans_of(found, session)
+    assert [plan.context for plan in plans] == ["short", "long"]
+    book = PlanBook(tuple(plans))
+    assert book.choice(0.0, 100) == plans[1]
+    assert book.choice(0.0, 10) == plans[0]
+
+
+def test_long_prompts_follow_the_first_of_every_kind_and_share_their_beginning(session: Session) -> None:
+    second = Workload("copy", "two", COPY, SamplingOptions())
+    ordered = in_order([*long_loads(), second])
+    assert [load.id for load in ordered] == ["copy/one", "free/one", "long/one", "long/two", "copy/two"]
+    cases, _ = make_cases(session, ordered, "both")
+    reading = dict(zip([case.id for case in cases], readings_ms(cases, {0: {1: 1.0, 10: 10.0}}), strict=True))
+    assert reading["long/one at 0"] > 10 * reading["long/two at 0"] > 0
+    assert reading["copy/one at 0"] > 0.0
+
+
+def test_long_prompts_that_the_budget_cannot_pay_for_are_left_out(session: Session) -> None:
+    # A millisecond for each row: the document alone takes a tenth of a second to read.
+    state = TuneState(steps={128: {1: 1.0, 17: 17.0}})
+    found = Tuner(session, long_loads(), TuneOptions(0.5, sampling="greedy"), state).run()
+    assert any("long prompts are left out: they need --budget" in note for note in found.notes)
+    assert {kind for one in found.tuned for kind in one.plain.yields} == {"copy", "free"}
 
 
 def test_a_stored_plan_is_used_and_told(session: Session, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import UsageError
-from specgen.measure.workloads import HARD_KIND, KINDS, digest, kinds_in_turn, load_workloads, shipped
+from specgen.measure.workloads import HARD_KIND, KINDS, LONG_KIND, digest, kinds_in_turn, load_workloads, shipped
+from specgen.tune.plan import LONG_TOKENS
 
 
 def test_nine_kinds_ship_with_several_prompts_each() -> None:
@@ -23,6 +24,16 @@ def test_nine_kinds_ship_with_several_prompts_each() -> None:
     assert len({load.text for load in loads}) == len(loads)
     assert all(load.sampling.temperature == 1.0 for load in loads if load.kind == HARD_KIND)
     assert all(len(load.text.split()) >= 12 for load in loads)
+
+
+def test_long_prompts_share_one_document_and_come_only_when_asked_for() -> None:
+    loads = load_workloads((LONG_KIND,))
+    assert len(loads) >= 3
+    assert len({load.system for load in loads}) == 1
+    # A token is at most a word and a half of English in any of the usual vocabularies.
+    assert len((loads[0].system or "").split()) > LONG_TOKENS / 1.25
+    assert LONG_KIND not in {load.kind for load in shipped()}
+    assert LONG_KIND not in {load.kind for load in load_workloads()}
 
 
 def test_an_edit_copies_from_its_prompt() -> None:

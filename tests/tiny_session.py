@@ -17,8 +17,8 @@ COPY = "hello world 12 hello world 12 hello world 12 hello"
 FREE = "the quick brown fox"
 
 
-def tiny_file(folder: Path) -> Path:
-    return llama_file(folder / "tiny.gguf", context_length=CONTEXT)
+def tiny_file(folder: Path, layers: int = 1) -> Path:
+    return llama_file(folder / "tiny.gguf", context_length=CONTEXT, block_count=layers)
 
 
 def tiny_session(path: Path) -> Session:

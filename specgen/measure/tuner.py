@@ -21,6 +21,7 @@ from specgen.measure.runs import Case, Report, SamplingChoice, make_cases, run_c
 from specgen.measure.tunestate import Pair, Recorded, TuneState
 from specgen.measure.workloads import LONG_KIND, Workload
 from specgen.options import ProposerName
+from specgen.propose.skip import sublayers_of
 from specgen.records import RunRecord
 from specgen.tune.plan import ContextClass, Plan, TemperatureClass, context_class, texts_in_words
 from specgen.tune.predict import Costs, ProposeMs
@@ -132,6 +133,8 @@ class Tuner:
         self._state = state
         self._watch = Watch(options.budget_s, clock)
         self._skip: SkipChoice | None = None
+        if options.skip:
+            sublayers_of(session.speculation.model)  # refuses a model that has none, before any work
         self._cases, left_out = make_cases(session, in_order(loads), options.sampling)
         self._notes = [f"{load} is left out: it does not fit into the context" for load in left_out]
 

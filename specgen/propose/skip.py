@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specgen.cache import KVCache
+from specgen.errors import UsageError
 from specgen.model.decoder import Decoder
 from specgen.model.spec import ModelSpec, Skipped, Sublayer
 from specgen.propose.model import advance
@@ -55,7 +56,9 @@ def without(model: Decoder, skipped: Skipped) -> Decoder:
 
 def sublayers_of(model: Decoder) -> list[Sublayer]:
     """What can be left out: all layers but the first, which makes sense of the embedding. Those of the middle are known
-    to matter least, and come first for a search that cannot try them all."""
+    to matter least, and come first for a search that cannot try them all. UsageError when there are none."""
+    if len(model.spec.layers) < 2:
+        raise UsageError("a model of one layer has nothing to leave out", hint="leave out --skip or --proposer skip")
     middle = 0.6 * len(model.spec.layers)
     return sorted(_all_sublayers(model.spec, first=1), key=lambda one: abs(one[1] - middle))
 
