@@ -169,6 +169,14 @@ def test_reading_is_paid_for() -> None:
     assert free.ms_per_token["a"] < dear.ms_per_token["a"]
 
 
+def test_the_first_lookup_indexes_the_prompt() -> None:
+    costs = replace(FLAT, propose={"ngram": ProposeMs(0.5, read=0.25)})
+    (record,) = predict(Setting("ngram", 2), {"a": [trace(RANDOM[:9])]}, costs).records["a"]
+    assert record.cycles[0].propose_ms == pytest.approx(0.5 + 2 * 0.25), "three tokens of prompt"
+    assert {cycle.propose_ms for cycle in record.cycles[1:-1]} == {0.5}
+    assert record.cycles[-1].propose_ms == 0.0, "no room for a draft, no lookup"
+
+
 def test_p95_prefers_plain_when_wide_steps_are_slow() -> None:
     found = predictions(SLOPED, loop=LOOP)
     plain = found[0]

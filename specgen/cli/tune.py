@@ -211,12 +211,12 @@ def _class_lines(one: Tuned, result: TuneResult, width: int) -> Iterator[str]:
     measured = {confirmed.setting: confirmed for confirmed in one.confirmed}
     shown = [p.setting for p in best] + [s for s in measured if s not in {p.setting for p in best}]
     predicted = {setting: overall(one.predicted(setting, objective)) for setting in shown}
-    predicted |= {setting: confirmed.predicted for setting, confirmed in measured.items()}
     yield from table(
         f"Settings, {one.texts} ({objective} over plain, all kinds)",
         [
             Column("setting", [setting.label for setting in shown], left=True),
             Column("predicted", [f"{predicted[setting]:.2f}x" for setting in shown]),
+            Column("of what was run", [f"{measured[s].predicted:.2f}x" if s in measured else "" for s in shown]),
             Column("measured", [f"{measured[s].speedup.middle:.2f}x" if s in measured else "" for s in shown]),
             Column("error", [_error(measured.get(setting)) for setting in shown]),
             Column("with the noise", [_noise(measured[s].speedup) if s in measured else "" for s in shown]),

@@ -70,13 +70,18 @@ def cycle_overheads(records: Sequence[RunRecord]) -> tuple[float, float]:
     return (median(choosing), median(rest)) if choosing else (0.0, 0.0)
 
 
-def lookup_ms(trace: Trace) -> ProposeMs:
-    """The time of a prompt lookup, measured along one answer."""
+def lookup_cost(trace: Trace) -> ProposeMs:
+    """Of a prompt lookup, measured along one answer."""
     proposer, committed, times = NgramProposer(NgramOptions()), list(trace.prompt), []
     for token in trace.answer:
         begin = time.perf_counter()
         proposer.propose(committed, MAX_GAMMA)
         times.append(1e3 * (time.perf_counter() - begin))
         committed.append(token)
-    # The first lookup reads the whole prompt.
-    return ProposeMs(once=median(times[1:] or times or [0.0]))
+    # The first lookup indexes the whole prompt, the others one token each.
+    once = median(times[1:] or [0.0])
+    return ProposeMs(once=once, read=max(0.0, times[0] - once) / len(trace.prompt) if times else 0.0)
+
+
+def median_lookup(costs: Sequence[ProposeMs]) -> ProposeMs:
+    return ProposeMs(once=median(cost.once for cost in costs), read=median(cost.read for cost in costs))

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from specgen.measure.calibrate import calibrate, cycle_overheads, lookup_ms, medians
+from specgen.measure.calibrate import calibrate, cycle_overheads, lookup_cost, median_lookup, medians
 from specgen.measure.runs import Case, Report, Run, run_case, silent, trace_of
 from specgen.measure.timer import Spread
 from specgen.records import RunRecord
-from specgen.tune.predict import Costs, ProposeMs
+from specgen.tune.predict import Costs
 from specgen.tune.replay import Trace
 from specgen.tune.search import Interval, Prediction, overall, predict
 from specgen.tune.setting import PLAIN, Setting
@@ -180,8 +180,8 @@ class Profiler:
 
 def _costs(steps: Mapping[int, Mapping[int, float]], plain: Sequence[Run], session: Session) -> Costs:
     token_ms, cycle_ms = cycle_overheads([run.finished.record for run in plain])
-    lookups = [lookup_ms(trace_of(run, session)).once for run in plain]
-    return Costs(steps, token_ms, cycle_ms, {"ngram": ProposeMs(once=median(lookups))})
+    lookups = median_lookup([lookup_cost(trace_of(run, session)) for run in plain])
+    return Costs(steps, token_ms, cycle_ms, {"ngram": lookups})
 
 
 def _survival(prediction: Prediction) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from specgen.errors import UsageError
-from specgen.measure.calibrate import cycle_overheads, lookup_ms
+from specgen.measure.calibrate import cycle_overheads, lookup_cost
 from specgen.measure.runs import Case, Report, Run, run_case, silent, trace_of
 from specgen.measure.tunestate import Recorded, TuneState
 from specgen.measure.workloads import LONG_KIND, Workload, kinds_in_turn
@@ -157,7 +157,7 @@ class Recorder:
             answer=trace.answer,
             token_ms=token_ms,
             cycle_ms=cycle_ms,
-            lookup_ms=lookup_ms(trace).once,
+            lookup=lookup_cost(trace),
             tok_s=run.finished.record.decode_tok_s,
         )
 

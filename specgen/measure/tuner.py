@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from specgen.errors import SpecgenError
-from specgen.measure.calibrate import calibrate, contexts_for, medians
+from specgen.measure.calibrate import calibrate, contexts_for, median_lookup, medians
 from specgen.measure.guesses import draft_cost, model_drafter, skip_drafter
 from specgen.measure.recording import FEWEST_TOKENS, Recorder, Watch, in_order, readings_ms, shortened
 from specgen.measure.runs import Case, Report, SamplingChoice, make_cases, run_case, silent
@@ -149,7 +149,7 @@ class Tuner:
         if self._options.skip:
             self._skip = self._find_skips(cases, recorded)
         evidence = self._evidence(cases, recorded)
-        tuned = self._tune_classes(cases, evidence, recorder)
+        tuned = self._tune_classes(cases, evidence)
         self._watch.done()
         longest = max(one.max_tokens for one in recorded.values())
         return TuneResult(
@@ -201,7 +201,7 @@ class Tuner:
             self._state.steps,
             token_ms=median(part.token_ms for part in parts),
             cycle_ms=median(part.cycle_ms for part in parts),
-            propose={"ngram": ProposeMs(once=median(part.lookup_ms for part in parts))},
+            propose={"ngram": median_lookup([part.lookup for part in parts])},
         )
         whole = {case.id: self._trace(case, recorded[case.id].answer) for case in cases}
         traces: dict[str, Mapping[str, Trace]] = {"ngram": whole}
@@ -210,7 +210,8 @@ class Tuner:
             cost = draft_cost(self._session, cases[:TIMED_CASES], name, costs)
             costs = replace(costs, propose={**costs.propose, name: cost})
             traces[name] = self._drafted(name, cases, whole, cost)
-        return Evidence(costs, {case.id: recorded[case.id].tok_s for case in cases}, traces)
+        speeds = {case.id: speed for case in cases if (speed := recorded[case.id].tok_s) is not None}
+        return Evidence(costs, speeds, traces)
 
     def _drafting(self) -> list[ProposerName]:
         """The proposers that are models, where there are such."""
@@ -238,23 +239,28 @@ class Tuner:
         widest, capacity = engine.runner.widths[-1], engine.cache.capacity
         return Trace(case.prompt.ids, answer, case.options.max_tokens, capacity, widest)
 
-    def _tune_classes(self, cases: Sequence[Case], evidence: Evidence, recorder: Recorder) -> list[Tuned]:
+    def _tune_classes(self, cases: Sequence[Case], evidence: Evidence) -> list[Tuned]:
         groups: dict[TextClass, list[Case]] = {}
         for case in cases:
             groups.setdefault((case.temperature, context_class(len(case.prompt.ids))), []).append(case)
         predicted = {text: self._predict_all(group, evidence) for text, group in groups.items()}
-        # A share of what is left for each class, and a least share of the budget for all of them together.
+        # What is left, or a least share of the budget, for all classes together: so that each answers as many tokens.
         left_s = max(LEAST_CONFIRM_SHARE * self._options.budget_s, self._watch.left_s())
-        end = self._watch.elapsed_s + left_s
-        waiting = len(cases)
+        end_s = self._watch.elapsed_s + left_s
         tuned: list[Tuned] = []
-        for text, group in groups.items():
-            share_s = (end - self._watch.elapsed_s) * len(group) / waiting
-            waiting -= len(group)
-            confirmed = self._confirm(group, evidence, self._worth_running(predicted[text]), share_s, recorder)
-            speeds = [speed for case in group if (speed := evidence.tok_s[case.id]) is not None]
-            tuned.append(Tuned(*text, predicted[text], confirmed, choose(confirmed), median(speeds or [0.0])))
+        for number, (text, group) in enumerate(groups.items()):
+            waiting = list(groups.values())[number:]
+            share_s = self._share_s(end_s - self._watch.elapsed_s, waiting, evidence)
+            confirmed = self._confirm(group, evidence, self._worth_running(predicted[text]), share_s)
+            tok_s = 1e3 / evidence.ms_per_token(group)
+            tuned.append(Tuned(*text, predicted[text], confirmed, choose(confirmed), tok_s))
         return tuned
+
+    def _share_s(self, left_s: float, waiting: Sequence[Sequence[Case]], evidence: Evidence) -> float:
+        """Of the first of the classes that are still to be confirmed."""
+        reading_s = [1e-3 * sum(readings_ms(cases, self._state.steps)) for cases in waiting]
+        token_ms = [len(cases) * evidence.ms_per_token(cases) for cases in waiting]
+        return reading_s[0] + max(0.0, left_s - sum(reading_s)) * token_ms[0] / sum(token_ms)
 
     def _predict_all(self, cases: Sequence[Case], evidence: Evidence) -> list[Prediction]:
         """Plain first."""
@@ -282,14 +288,14 @@ class Tuner:
         return [s for s in shortlist(predictions, CONFIRMED, self._options.objective) if gains[s] > 1.0]
 
     def _confirm(
-        self, cases: Sequence[Case], evidence: Evidence, settings: Sequence[Setting], left_s: float, recorder: Recorder
+        self, cases: Sequence[Case], evidence: Evidence, settings: Sequence[Setting], left_s: float
     ) -> list[Confirmed]:
         """Plain and the settings in turns on every case: one round always, more while `left_s` lasts. Answers are cut
         short where one round of whole ones would take too long."""
         deadline_s = self._watch.elapsed_s + left_s
         runs = len(cases) * (1 + len(settings))
         left_ms = 1e3 * left_s - sum(readings_ms(cases, self._state.steps))
-        tokens = max(FEWEST_TOKENS, int(left_ms / runs / recorder.ms_per_token()))
+        tokens = max(FEWEST_TOKENS, int(left_ms / runs / evidence.ms_per_token(cases)))
         cases = [shortened(case, tokens) for case in cases]
         self._take_turns(cases, settings, evidence.costs, deadline_s)
         found: list[Confirmed] = []
@@ -350,8 +356,13 @@ class Evidence:
     """All that predictions rest on."""
 
     costs: Costs
-    tok_s: Mapping[str, float | None]  # of the plain answer, by case
+    tok_s: Mapping[str, float]  # of the plain answer, by case, where it was long enough to tell
     traces: Mapping[str, Mapping[str, Trace]]  # by what drafts (`ngram` for what needs no model), then by case
+
+    def ms_per_token(self, cases: Sequence[Case]) -> float:
+        """Of plain decoding; as calibrated where all answers were too short."""
+        speeds = [self.tok_s[case.id] for case in cases if case.id in self.tok_s]
+        return 1e3 / median(speeds) if speeds else self.costs.step_ms(1, len(cases[0].prompt.ids))
 
     def by_kind(self, cases: Sequence[Case], setting: Setting) -> dict[str, list[Trace]]:
         """The traces of `cases` on which `setting` can be replayed, as far as the cases go."""

@@ -15,9 +15,10 @@ from typing import Any, cast, get_args
 from specgen.errors import SpecgenError
 from specgen.paths import cache_dir
 from specgen.tune.plan import TemperatureClass, read_json, write_json
+from specgen.tune.predict import ProposeMs
 from specgen.tune.setting import Setting
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Recorded:
     answer: tuple[int, ...]
     token_ms: float
     cycle_ms: float
-    lookup_ms: float
+    lookup: ProposeMs
     tok_s: float | None
 
 
@@ -74,7 +75,8 @@ class TuneState:
             temperature = cast("TemperatureClass", one["temperature"])
             if temperature not in get_args(TemperatureClass):
                 raise ValueError(temperature)
-            self.recorded[case] = Recorded(**{**one, "answer": tuple(map(int, one["answer"]))})
+            exact = {"answer": tuple(map(int, one["answer"])), "lookup": ProposeMs(**one["lookup"])}
+            self.recorded[case] = Recorded(**{**one, **exact})
         for one in value["pairs"]:
             ratios = None if one["ratios"] is None else (_positive(one["ratios"][0]), _positive(one["ratios"][1]))
             self.pairs.append(Pair(**{**one, "setting": Setting.from_json(one["setting"]), "ratios": ratios}))

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from specgen.draft import ROOT, Draft
+from specgen.options import NgramOptions
 from specgen.propose.base import Proposer
 from specgen.propose.mix import Judge, MixProposer
+from specgen.propose.ngram import NgramProposer
 from specgen.records import CycleRecord, Ending, RunRecord
 from specgen.tune.predict import Costs, ProposeMs
 
@@ -178,23 +180,39 @@ class GuessProposer:
         self._read, self._drafted = min(self._read, length), []
 
 
+class PlayedLookup(NgramProposer):
+    """A lookup that knows what it would have taken: the first one indexes the whole prompt."""
+
+    def __init__(self, options: NgramOptions, width: int, cost: ProposeMs) -> None:
+        super().__init__(options, width)
+        self.spent_ms = 0.0
+        self._cost = cost
+        self._indexed = 0
+
+    def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
+        self.spent_ms += self._cost.of(0, len(committed) - self._indexed)
+        self._indexed = len(committed)
+        return super().propose(committed, limit)
+
+    def rollback(self, length: int) -> None:
+        super().rollback(length)
+        self._indexed = min(self._indexed, length)
+
+
 class PlayedMix(MixProposer):
     """`mix` with a model that is played back."""
 
-    def __init__(self, lookup: Proposer, model: GuessProposer, judge: Judge, lookup_ms: float) -> None:
+    def __init__(self, lookup: PlayedLookup, model: GuessProposer, judge: Judge) -> None:
         super().__init__(lookup, model, judge)
-        self._played = model
-        self._lookup_ms = lookup_ms
-        self._lookups = 0
+        self._parts = (lookup, model)
 
     @property
     def spent_ms(self) -> float:
-        return self._played.spent_ms + self._lookups * self._lookup_ms
+        return sum(part.spent_ms for part in self._parts)
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
-        self._lookups += 1
         draft = super().propose(committed, limit)
-        assert draft is None or isinstance(draft, Draft), "what is played back is on the host"
+        assert draft is None or isinstance(draft, Draft), "nothing that is played back is made on a device"
         return draft
 
 

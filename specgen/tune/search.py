@@ -14,12 +14,11 @@ from typing import Literal
 
 from specgen.options import MAX_GAMMA, NgramOptions, ProposerName
 from specgen.propose.base import Proposer
-from specgen.propose.ngram import NgramProposer
 from specgen.propose.none import NoProposer
 from specgen.records import RunRecord
 from specgen.tune.controller import AutoGamma, FixedGamma
-from specgen.tune.predict import Costs
-from specgen.tune.replay import GuessProposer, PlayedMix, Policy, Trace, replay
+from specgen.tune.predict import Costs, ProposeMs
+from specgen.tune.replay import GuessProposer, PlayedLookup, PlayedMix, Policy, Trace, replay
 from specgen.tune.setting import PLAIN, Setting
 
 Objective = Literal["tok/s", "p95"]
@@ -79,13 +78,14 @@ def played_proposer(setting: Setting, trace: Trace, policy: Policy, costs: Costs
     """The proposer of `setting` on a trace; models are played back from what they said along it."""
     if setting.is_plain:
         return NoProposer()
-    lookup = NgramProposer(NgramOptions(setting.n_max, setting.n_min), setting.tree)
+    sizes = NgramOptions(setting.n_max, setting.n_min)
+    lookup = PlayedLookup(sizes, setting.tree, costs.propose.get("ngram", ProposeMs()))
     if setting.proposer == "ngram":
         return lookup
     assert setting.tree == 1, "what a model would put beside its best token is not recorded"
     name = "skip" if setting.proposer == "skip" else "model"
     model = GuessProposer(name, len(trace.prompt), trace.drafters[name], costs.propose.get(name))
-    return PlayedMix(lookup, model, policy, costs.propose_ms("ngram")) if setting.proposer == "mix" else model
+    return PlayedMix(lookup, model, policy) if setting.proposer == "mix" else model
 
 
 def policy_of(setting: Setting, costs: Costs, context_tokens: int) -> Policy:
