@@ -255,6 +255,7 @@ def test_verify_passes_and_fails_by_exit_code(specgen: Commands, monkeypatch: py
     told(result, 0)
     assert result.stdout.count("PASS") == 8
     assert "every promise holds" in result.stdout
+    assert "logits depend on the tokens alone" in result.stdout
     monkeypatch.setitem(accept.RULES, "coupled", Careless)
     result = specgen(*arguments)
     told(result, 1)
@@ -263,6 +264,7 @@ def test_verify_passes_and_fails_by_exit_code(specgen: Commands, monkeypatch: py
     told(broken, 1)
     value = json.loads(broken.stdout)
     assert value["passed"] is False
+    assert (value["device"], value["promise"]) == ("cpu", "tokens")
     assert [claim["passed"] for claim in value["claims"]].count(False) >= 1
 
 

@@ -16,7 +16,7 @@ from specgen.kernels.base import Truncation
 from specgen.kernels.reference import ReferenceKernels
 from specgen.measure import verify as verify_module
 from specgen.measure.chisquare import consistent, critical_value
-from specgen.measure.verify import Claim, verify
+from specgen.measure.verify import Claim, Promise, promise, verify
 from specgen.session import Session
 
 
@@ -91,6 +91,28 @@ def test_a_broken_kernel_fails(
 ) -> None:
     use_kernels(monkeypatch, kernels())
     assert any(broken in name for name in failed(claims(model_file, 8)))
+
+
+class PrefillsOtherwise(ReferenceKernels):
+    """What is read at the beginning of a text goes through another kernel."""
+
+    def rope_write(self, q, k, v, cos_sin, layer, start):
+        return super().rope_write(q, k, v * 1.001 if start == 0 else v, cos_sin, layer, start)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        (ReferenceKernels, Promise.TOKENS),
+        (PrefillsOtherwise, Promise.ROWS),
+        (LooksAhead, Promise.NONE),
+    ],
+)
+def test_the_promise_that_holds_is_named(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch, kernels: type[ReferenceKernels], expected: Promise
+) -> None:
+    use_kernels(monkeypatch, kernels())
+    assert promise(list(claims(model_file, 8).values())) == expected
 
 
 class AcceptsFirst(Coupled):

@@ -51,6 +51,7 @@ def verify(
     console.answer()
     ref = find_model(model)
     session = load_session(console, ref, load_options(model), find_draft(model, ref))
+    from specgen.measure.verify import promise
     from specgen.measure.verify import verify as all_claims
 
     cases = fitting_cases(console, session, loads, texts, flags.max_tokens)
@@ -65,10 +66,12 @@ def verify(
         said = session.report()
         known = {"schema_version": SCHEMA_VERSION, "model": said["model"], "versions": said["versions"]}
         told = [{"passed": claim.passed, "claim": claim} for claim in claims]
-        print_json(console, {**known, "passed": failed == 0, "claims": told})
+        kept = {"device": said["device"], "promise": promise(claims).name.lower()}
+        print_json(console, {**known, **kept, "passed": failed == 0, "claims": told})
     else:
         verdict = "every promise holds" if not failed else f"{failed} of {len(claims)} promises are broken"
-        print_lines(console, [f"{session.loaded.name} on {session.loaded.kernels}: {verdict}"])
+        where = f"{session.loaded.name} on {session.loaded.kernels} ({session.loaded.device})"
+        print_lines(console, [f"{where}: {verdict}", promise(claims)])
     return int(ExitCode.ERROR if failed else ExitCode.OK)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +43,17 @@ HIT_SHARE = 0.75
 """Of the tokens that a scrambled draft has right: most cycles then end in the middle of a draft."""
 
 
+Topic = Literal["text", "rows", "history", "distribution"]
+
+
+class Promise(StrEnum):
+    """What holds for the logits of this model on this device; each includes those below it."""
+
+    TOKENS = "logits depend on the tokens alone: neither on the rows beside them nor on how the prefix was computed"
+    ROWS = "logits do not depend on the rows beside them, but on how the prefix was computed"
+    NONE = "logits depend on the rows beside them"
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One promise, and what was found."""
@@ -51,6 +63,7 @@ class Claim:
     failures: tuple[str, ...]  # the first few, in words
     failed: int
     skipped: str | None = None  # why nothing was checked
+    topic: Topic = "text"
 
     @property
     def passed(self) -> bool:
@@ -76,24 +89,34 @@ class _Count:
 
 def verify(session: Session, cases: Sequence[Case], report: Report = silent) -> Iterator[Claim]:
     """Every claim, as soon as it is known. `cases`: greedy and sampled prompts."""
-    checks: list[tuple[str, Callable[[], Claim]]] = [
-        ("greedy text", lambda: _same_text(session, [c for c in cases if c.temperature == "greedy"], "greedy")),
-        ("sampled text", lambda: _same_text(session, [c for c in cases if c.temperature == "sampled"], "sampled")),
-        ("widths", lambda: _widths(session, cases[0].prompt.ids)),
-        ("orders", lambda: _orders(session, cases[0].prompt.ids)),
-        ("histories", lambda: _histories(session, cases[0].prompt.ids)),
-        ("sampler", lambda: _sampler(session)),
-        ("coupled", lambda: _rule(session, "coupled")),
-        ("rejection", lambda: _rule(session, "rejection")),
+    greedy = [case for case in cases if case.temperature == "greedy"]
+    sampled = [case for case in cases if case.temperature == "sampled"]
+    checks: list[tuple[str, Topic, Callable[[], Claim]]] = [
+        ("greedy text", "text", lambda: _same_text(session, greedy, "greedy")),
+        ("sampled text", "text", lambda: _same_text(session, sampled, "sampled")),
+        ("widths", "rows", lambda: _widths(session, cases[0].prompt.ids)),
+        ("orders", "rows", lambda: _orders(session, cases[0].prompt.ids)),
+        ("histories", "history", lambda: _histories(session, cases[0].prompt.ids)),
+        ("sampler", "distribution", lambda: _sampler(session)),
+        ("coupled", "distribution", lambda: _rule(session, "coupled")),
+        ("rejection", "distribution", lambda: _rule(session, "rejection")),
     ]
     try:
-        for number, (what, check) in enumerate(checks):
+        for number, (what, topic, check) in enumerate(checks):
             report(number, len(checks), what)
             session.engine.rewind(0)
-            yield _told(what, check)
+            yield replace(_told(what, check), topic=topic)
         report(len(checks), len(checks), "done")
     finally:
         session.engine.rewind(0)
+
+
+def promise(claims: Sequence[Claim]) -> Promise:
+    """What the checks of rows and histories have found."""
+    broken = {claim.topic for claim in claims if not claim.passed}
+    if "rows" in broken:
+        return Promise.NONE
+    return Promise.ROWS if "history" in broken else Promise.TOKENS
 
 
 def _told(what: str, check: Callable[[], Claim]) -> Claim:
@@ -294,15 +317,17 @@ WARM = (
 )
 
 
-def _tiny_logits(seed: int, rows: int = 1) -> Tensor:
-    return torch.randn(rows, TINY_VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+def _tiny_logits(session: Session, seed: int, rows: int = 1) -> Tensor:
+    """(rows, TINY_VOCAB), where the session's kernels read them."""
+    logits = torch.randn(rows, TINY_VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+    return logits.to(session.kernels.device)
 
 
 def _sampler(session: Session) -> Claim:
     """Draws at many positions against the distribution that they should have."""
     count = _Count(f"the sampler's distribution ({DRAWS} draws each, chi-square)")
     for number, options in enumerate(WARM):
-        logits = _tiny_logits(number)[0]
+        logits = _tiny_logits(session, number)[0]
         sampler = Sampler(options, session.kernels, [0], TINY_VOCAB)
         tokens = [sampler.token(logits, (), position) for position in range(DRAWS)]
         expected = _probs(logits, options)
@@ -318,8 +343,8 @@ def _rule(session: Session, name: AcceptName) -> Claim:
     """The first token of a cycle with a draft, over many positions, against plain sampling's distribution."""
     count = _Count(f"the distribution under {name} ({DRAWS} draws each, chi-square)")
     for number, options in enumerate(WARM):
-        logits = _tiny_logits(10 + number, rows=2)
-        draft_probs = _probs(_tiny_logits(20 + number)[0], options)
+        logits = _tiny_logits(session, 10 + number, rows=2)
+        draft_probs = _probs(_tiny_logits(session, 20 + number)[0], options)
         target_probs = _probs(logits[0], options)
         tokens = []
         for position in range(DRAWS):
