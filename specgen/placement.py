@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from specgen.errors import DeviceError, OutOfMemoryError
+from specgen.errors import DeviceError, OutOfMemoryError, SpecgenError
 from specgen.kernels import select_kernels
 from specgen.kernels.base import Kernels
 from specgen.kernels.card_memory import is_out_of_memory, release, shortage
@@ -84,29 +84,38 @@ def placements(options: LoadOptions, system: CudaSystem | None = None) -> Iterat
     yield Placement(kernels, notices=(*notices, *((notice,) if notice else ())))
 
 
-def first_that_holds(
-    options: LoadOptions,
-    request: Request,
-    load: Callable[[Placement, MemoryPlan], Loaded],
-    system: CudaSystem | None = None,
-) -> Loaded:
+def first_that_holds(options: LoadOptions, request: Request, load: Load[Loaded]) -> Loaded:
     """What `load` makes in the first place that holds it.
 
-    Memory that runs out although the plan fitted leads to the plan's next step; a place where none is left, to the next
-    place. OutOfMemoryError, with the numbers, of the last one.
+    Memory that runs out although the plan fitted leads to the plan's next step. With "auto" a card on which that ends,
+    or on which the model does not run, is left for the processor, with a notice; otherwise OutOfMemoryError with the
+    numbers, or DeviceError.
     """
-    failure: OutOfMemoryError | None = None
+    said: str | None = None
     for placement in placements(options):
-        if failure is not None:
-            placement = replace(placement, notices=(*placement.notices, f"running on the processor: {failure.message}"))
+        if said is not None:
+            placement = replace(placement, notices=(*placement.notices, said))
         try:
-            return _smaller_and_smaller(
-                placement, request.plan(placement.budget_bytes(options.max_memory_bytes)), request, load
-            )
-        except OutOfMemoryError as error:
-            failure = error
-    assert failure is not None, "there is always a place to try"
-    raise failure
+            plan = request.plan(placement.budget_bytes(options.max_memory_bytes))
+            return _smaller_and_smaller(placement, plan, request, load)
+        except Exception as error:
+            if placement.card is None or (options.device != "auto" and isinstance(error, SpecgenError)):
+                raise
+            if options.device != "auto":
+                raise DeviceError(*_said(placement.card, error)) from error
+            said = f"{beside(placement.card)}: {_said(placement.card, error)[0]}"
+        release()  # only now: the error's frames held what was loaded
+    raise AssertionError("the processor is the last place, and there it loads or fails")
+
+
+def _said(card: Card, error: Exception) -> tuple[str, str]:
+    """What stands against the card, and a hint. Errors of compilers and drivers have many classes, and none of them is
+    the user's doing."""
+    hint = "--device cpu runs without the card; --debug shows more"
+    if isinstance(error, SpecgenError):
+        return error.message, hint
+    first = str(error).strip().partition("\n")[0]
+    return f"the model does not run on the {card.name}: {type(error).__name__}: {first}", hint
 
 
 def _smaller_and_smaller(placement: Placement, plan: MemoryPlan, request: Request, load: Load[Loaded]) -> Loaded:

@@ -45,7 +45,7 @@ from specgen.records import RunRecord
 from specgen.registry import ModelRef, Progress, pull
 from specgen.sampling import Sampler
 from specgen.speculation import LoadedDraft, Speculation
-from specgen.steptime import quick_costs
+from specgen.steptime import fill_cache, quick_costs
 from specgen.text.answer import AnswerText
 from specgen.text.compatible import check_same_tokens
 from specgen.text.constrained import GrammarConstraint, GrammarCut, GrammarVocabulary
@@ -60,6 +60,10 @@ from specgen.weights.checkpoint import open_checkpoint
 from specgen.weights.quantised import quantised_checkpoint
 
 __all__ = ["Cancel", "Prompt", "Session", "load"]
+
+
+TRIED_TOKENS = 80
+"""More than a draft ever has, so that long steps are tried too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,8 @@ class _Loading:
             speculation.missing_draft = plan.notices[0]
         if self.options.ngram_store:
             speculation.store = NgramStore(data_dir() / "ngrams", speculation.digest, vocab)
+        if placement.card is not None:
+            _try_out(engine, target.spec.vocab)
         loaded = Loaded(
             name=self.name,
             digest=speculation.digest,
@@ -198,6 +204,15 @@ class _Loading:
         share = draft.weights_bytes / self.target.weights_bytes
         cycles, fusing = build_cycles(target.runner, target.cache, model, engine.cache, graphs)
         return LoadedDraft(draft.name, reader, share, draft.checkpoint.digest(), cycles), notice or fusing
+
+
+def _try_out(engine: Engine, vocab: int) -> None:
+    """Read a few tokens and forget them: what does not run on a card, or finds no memory, shows while it is loaded."""
+    try:
+        fill_cache(engine, min(TRIED_TOKENS, engine.cache.capacity - 1), vocab)
+    finally:
+        engine.rewind(0)
+        engine.cache.rollback(0)
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:
@@ -391,6 +406,10 @@ class Session:
             self._grammars = GrammarVocabulary(self.tokenizer)
         return GrammarConstraint(self._grammars, compile_grammar(options))
 
+    def _card_memory(self) -> dict[str, int]:
+        device = self.kernels.device
+        return {} if device.type == "cpu" else {"peak_card_bytes": torch.cuda.max_memory_allocated(device)}
+
     def report(self) -> dict[str, Any]:
         """What `--json` says of the session: model, load time, memory in bytes, versions."""
         cache, loaded = self.engine.cache, self.loaded
@@ -405,6 +424,7 @@ class Session:
                 "kv_token_bytes": cache.slot_bytes,
                 "planned_bytes": loaded.planned_bytes,
                 "peak_rss_bytes": peak_rss_bytes(),
+                **self._card_memory(),
             },
             "versions": {
                 "specgen": specgen.__version__,

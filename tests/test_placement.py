@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from typer.testing import CliRunner
 from specgen import placement, session
 from specgen.cache import KVCache
 from specgen.cli.app import app
-from specgen.errors import DeviceError, ExitCode, OutOfMemoryError
+from specgen.errors import DeviceError, ExitCode, ModelError, OutOfMemoryError
 from specgen.events import Finished
 from specgen.graph import GraphRunner
 from specgen.kernels.base import Kernels
-from specgen.kernels.card_memory import is_out_of_memory, shortage, shortage_told
+from specgen.kernels.card_memory import is_out_of_memory, release, shortage, shortage_told
 from specgen.kernels.cuda import Card
 from specgen.kernels.device import DeviceKernels
 from specgen.memory import LEAST_CONTEXT_TOKENS, MemoryPlan, Need, Request
@@ -90,6 +91,14 @@ def test_the_message_keeps_the_numbers_and_drops_the_advice() -> None:
 def test_other_errors_pass() -> None:
     with pytest.raises(RuntimeError, match="illegal"), shortage_told("answering"):
         raise RuntimeError("illegal memory access")
+
+
+def test_a_card_that_is_lost_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    release()
 
 
 # the budget
@@ -180,7 +189,7 @@ def test_auto_goes_on_to_the_processor(system: FakeSystem) -> None:
     loader = Loader(cuda=0, cpu=10 * GB)
     place, _ = first_that_holds(LoadOptions(max_memory_bytes=9 * GB), Request(TARGET), loader)
     assert place.device == "cpu"
-    assert "running on the processor: memory ran out while loading on cuda:0" in place.notices[0]
+    assert "running on the processor, not on the Card: memory ran out while loading on cuda:0" in place.notices[0]
 
 
 def test_auto_goes_to_the_processor_when_the_plan_says_no(system: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +201,47 @@ def test_auto_goes_to_the_processor_when_the_plan_says_no(system: FakeSystem, mo
     assert "the model does not fit: weights 1,000 MB" in place.notices[0]
 
 
-def test_what_was_loaded_is_let_go_before_the_next_try(system: FakeSystem) -> None:
+class CompilationError(Exception):
+    """As Triton's is: of no class that torch knows."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            CompilationError("at 3:4: no such instruction\nmore"),
+            "does not run on the Card: CompilationError: at 3:4: no",
+        ),
+        (RuntimeError("CUDA error: an illegal memory access"), "RuntimeError: CUDA error: an illegal memory access"),
+        (ModelError("groups of 24 have no kernel"), "groups of 24 have no kernel"),
+    ],
+)
+def test_a_model_that_does_not_run_on_the_card(system: FakeSystem, error: Exception, words: str) -> None:
+    def load(place: Placement, plan: MemoryPlan) -> Placement:
+        if place.card is not None:
+            raise error
+        return place
+
+    notices = first_that_holds(LoadOptions(), Request(TARGET, asked_tokens=512), load).notices
+    assert len(notices) == 1
+    assert notices[0].startswith("running on the processor, not on the Card: ")
+    assert words in notices[0]
+    assert "\n" not in notices[0]
+    with pytest.raises((DeviceError, ModelError), match=words):
+        first_that_holds(LoadOptions(device="cuda"), Request(TARGET, asked_tokens=512), load)
+
+
+def test_errors_on_the_processor_are_no_card_s(system: FakeSystem) -> None:
+    def load(place: Placement, plan: MemoryPlan) -> Placement:
+        raise ZeroDivisionError
+
+    for device in ("auto", "cpu"):
+        with pytest.raises(ZeroDivisionError):
+            first_that_holds(LoadOptions(device=device), Request(TARGET, asked_tokens=512), load)
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_what_was_loaded_is_let_go_before_the_next_try(system: FakeSystem, device: str) -> None:
     held: list[weakref.ref[Any]] = []
 
     class Weights:
@@ -205,14 +254,16 @@ def test_what_was_loaded_is_let_go_before_the_next_try(system: FakeSystem) -> No
         assert alive == 0, "two loads at once would need twice the memory"
         if len(held) < 3:
             raise oom()
+        if place.card is not None and device == "auto":
+            raise ModelError("no kernel")
         return plan.context_tokens
 
     gc.disable()  # nothing but our own `release` collects
     try:
-        first_that_holds(LoadOptions(device="cuda"), Request(TARGET), load)
+        first_that_holds(LoadOptions(device=device), Request(replace(TARGET, weights_bytes=GB // 10)), load)
     finally:
         gc.enable()
-    assert len(held) == 3
+    assert len(held) == (3 if device == "cuda" else 4)
 
 
 # a whole session
@@ -293,6 +344,20 @@ def test_recordings_that_find_no_memory_take_the_plan_a_step_further(
     assert loaded.engine.cache.capacity == LEAST_CONTEXT_TOKENS
     assert isinstance(loaded.engine.runner, GraphRunner)
     assert any("context cut to 512 of 640" in notice for notice in loaded.loaded.notices)
+
+
+def test_what_does_not_run_shows_while_it_is_loaded(
+    recorded: TapeGraphs, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(self: ReferenceOps, q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        raise CompilationError("out of resource: shared memory")
+
+    monkeypatch.setattr(ReferenceOps, "attention", attention)
+    with pytest.raises(DeviceError, match="does not run on the Card: CompilationError: out of resource"):
+        load(model_file, device="cuda", graphs=False)
+    by_itself = load(model_file)
+    assert by_itself.loaded.device == "cpu"
+    assert any("not on the Card" in notice for notice in by_itself.loaded.notices)
 
 
 def test_recordings_that_fail_otherwise_are_done_without(

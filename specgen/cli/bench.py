@@ -202,7 +202,7 @@ def _accepted_chart(figures: Figures, width: int) -> list[str]:
 def _facts(result: BenchResult) -> Iterator[str]:
     yield f"same text: {result.same_text} of {result.pairs} pairs"
     share = "" if result.roofline_share is None else f"; plain reaches {100 * result.roofline_share:.0f}% of it"
-    yield f"memory reads at {result.read_gbps:.1f} GB/s{share}"
+    yield f"memory {result.bandwidth} bandwidth: {result.read_gbps:.1f} GB/s{share}"
     kv = max(row.chosen.kv_bytes for row in result.overall)
     yield f"memory: {result.peak_rss_bytes / 1e6:.0f} MB in all, KV {kv / 1e6:.1f} MB"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -29,7 +29,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release() -> None:
     """Give back what is held for nothing. Call it when the error is forgotten: its frames hold tensors."""
     gc.collect()
-    torch.cuda.empty_cache()  # nothing, where CUDA was not started
+    with suppress(RuntimeError):  # a card that is lost answers everything with the error that it was lost by
+        torch.cuda.empty_cache()  # nothing, where CUDA was not started
 
 
 @contextmanager

@@ -17,7 +17,7 @@ LEAST_CAPABILITY = (7, 5)
 """Turing, the oldest that Triton compiles for."""
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""Ampere; older cards compute with float16."""
+"""Ampere, the first whose tensor cores take bfloat16; older cards compute with float16."""
 
 Version = tuple[int, int]
 

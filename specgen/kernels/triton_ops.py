@@ -12,19 +12,17 @@ from torch import Tensor
 
 from specgen.kernels import triton_attention, triton_layout, triton_linear, triton_rows, triton_sample
 from specgen.kernels.base import DeviceAttend, KVLayer
+from specgen.kernels.cuda import BFLOAT16_CAPABILITY
 from specgen.kernels.device import DeviceKernels
 from specgen.kernels.device_sampling import DeviceCut, DeviceNoise
 from specgen.weights.packed import QuantLinear
-
-AMPERE = (8, 0)
-"""The first compute capability whose tensor cores take bfloat16."""
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """What products are computed in; Triton's interpreter, on the CPU, takes float16."""
     if device.type != "cuda":
         return torch.float16
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= AMPERE else torch.float16
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY else torch.float16
 
 
 class TritonOps:

@@ -16,9 +16,7 @@ from specgen.measure.roofline import bandwidth_of, weight_bytes
 from specgen.measure.runs import Case, Report, Run, run_case, silent
 from specgen.measure.timer import Spread
 from specgen.memory import peak_rss_bytes
-from specgen.model.decoder import Decoder
 from specgen.records import RunRecord
-from specgen.step import EagerRunner
 from specgen.tune.plan import TemperatureClass
 from specgen.tune.search import Interval
 from specgen.tune.setting import PLAIN, Setting
@@ -102,6 +100,7 @@ class BenchResult:
     same_text: int  # pairs whose tokens are equal
     pairs: int
     different: list[str]  # ids of cases with different text
+    bandwidth: str  # "read" or "copy": how the next was measured
     read_gbps: float
     roofline_share: float | None  # of plain decoding
     peak_rss_bytes: int
@@ -178,6 +177,7 @@ class Bench:
             same_text=sum(pair.same_text for pair in pairs),
             pairs=len(pairs),
             different=different,
+            bandwidth=self._reading.what,
             read_gbps=gbps,
             roofline_share=self._roofline_share(pairs, gbps),
             peak_rss_bytes=peak_rss_bytes(),
@@ -192,9 +192,7 @@ class Bench:
 
     def _roofline_share(self, pairs: list[_Pair], gbps: float) -> float | None:
         """Plain decoding's speed over what reading weights and KV alone would allow."""
-        runner = self._session.engine.runner
-        model = runner.model if isinstance(runner, EagerRunner) else None
-        weights = weight_bytes(model) if isinstance(model, Decoder) else None
+        weights = weight_bytes(self._session.speculation.model)
         if weights is None:
             return None
         slot_bytes = self._session.engine.cache.slot_bytes
