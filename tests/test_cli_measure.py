@@ -281,6 +281,16 @@ def test_profile_draws_a_picture(specgen: Commands, tmp_path: Path, name: str) -
     assert value["points"][0]["setting"]["proposer"] == "none"
 
 
+def test_profile_of_a_draft_model(specgen: Commands, model_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("profile", "-n", "8", "--contexts", "64", "--sampling", "greedy", "--draft", str(model_file))
+    result = specgen(*arguments, "--plot", str(tmp_path / "curves.svg"))
+    told(result, 0)
+    for word in ("the draft model's drafts", "model γ 8", "mix 2-4 γ auto"):
+        assert word in result.stdout
+    assert "draft model" in (tmp_path / "curves.svg").read_text()
+
+
 def test_profile_without_matplotlib_says_what_to_install(specgen: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     told(specgen("profile", "--plot", "x.png"), 1, "matplotlib", "specgen[plot]")

@@ -63,26 +63,28 @@ def _steps(axis: Any, profile: Profile) -> None:
 
 
 def _survival(axis: Any, profile: Profile) -> None:
-    for kind, shares in profile.survival.items():
-        if shares:
-            axis.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=kind)
+    for survival, style in ((profile.survival, "-"), (profile.draft_survival, ":")):
+        for number, (kind, shares) in enumerate(survival.items()):
+            if shares:
+                name = kind if style == "-" else f"{kind}, draft model"
+                look = {"linestyle": style, "color": f"C{number % 10}", "marker": "o", "markersize": 3}
+                axis.plot(range(1, len(shares) + 1), shares, label=name, **look)
     if axis.lines:
         axis.legend(fontsize="small")
-    axis.set(title="Survival of n-gram drafts", xlabel="position k in the draft", ylabel="share accepted up to k")
+    axis.set(title="Survival of drafts", xlabel="position k in the draft", ylabel="share accepted up to k")
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3)
 
 
 def _speeds(axis: Any, points: Sequence[Point]) -> None:
-    """Over γ for the n-gram sizes that were measured (or the first); the hard kind beside all."""
+    """Over γ, one line for each proposer that was measured (or the first); the hard kind beside all."""
     fixed = [p for p in points if p.setting.gamma is not None and p.setting.tree == 1]
-    sizes = {(p.setting.n_min, p.setting.n_max) for p in fixed if p.measured and not p.setting.is_plain}
-    chosen = sorted(sizes) or sorted({(p.setting.n_min, p.setting.n_max) for p in fixed if not p.setting.is_plain})[:1]
-    for n_min, n_max in chosen:
-        line = [p for p in fixed if p.setting.is_plain or (p.setting.n_min, p.setting.n_max) == (n_min, n_max)]
+    drafts = [p for p in fixed if not p.setting.is_plain]
+    names = list(dict.fromkeys(_line_name(p) for p in drafts if p.measured)) or [_line_name(p) for p in drafts[:1]]
+    for name in names:
+        line = [p for p in fixed if p.setting.is_plain or _line_name(p) == name]
         line.sort(key=lambda p: p.setting.gamma or 0)
         gammas = [p.setting.gamma for p in line]
-        name = f"n-gram {n_min}-{n_max}"
         axis.plot(gammas, [p.predicted_speedup for p in line], linestyle="--", label=f"{name}, predicted")
         hard = [p.predicted_by_kind.get(HARD_KIND) for p in line]
         if None not in hard:
@@ -96,6 +98,11 @@ def _speeds(axis: Any, points: Sequence[Point]) -> None:
     axis.set(title="Speed over plain decoding, all kinds", xlabel="γ", ylabel="times plain")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
+
+
+def _line_name(point: Point) -> str:
+    """The setting without its γ."""
+    return point.setting.label.rsplit(" γ", 1)[0]
 
 
 def _measured(axis: Any, points: Sequence[Point], name: str) -> None:

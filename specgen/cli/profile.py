@@ -5,7 +5,7 @@ Knows: flags, tables, charts. Does not know: how anything is measured (`specgen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -58,6 +58,7 @@ def profile(
 
     specgen profile
     specgen profile --contexts 128,4096 --plot profile.png
+    specgen profile -m ./target --draft ./small
     specgen profile --exhaustive --rounds 3 --sampling greedy
     """
     console = Console.of(context)
@@ -74,7 +75,8 @@ def profile(
     from specgen.measure.profile import Profiler
 
     cases = fitting_cases(console, session, loads, texts, flags.max_tokens)
-    sweep = _sweep(flags, contexts, session.engine.cache.capacity)
+    drafted = session.speculation.draft is not None
+    sweep = _sweep(flags, contexts, session.engine.cache.capacity, drafted=drafted)
     with progress_bar(console) as progress:
         found = Profiler(session, cases, sweep).run(progress)
     if picture is not None and form is not None:
@@ -110,10 +112,11 @@ def _with_hard_kind(loads: list[Workload], texts: WorkloadFlags) -> list[Workloa
     return [*loads, load_workloads((HARD_KIND,))[0]]
 
 
-def _sweep(flags: ProfileFlags, contexts: Sequence[int], capacity: int) -> Sweep:
+def _sweep(flags: ProfileFlags, contexts: Sequence[int], capacity: int, *, drafted: bool = False) -> Sweep:
+    """drafted: with a draft model too."""
     from specgen.measure.calibrate import ROWS, contexts_for
     from specgen.measure.profile import Sweep
-    from specgen.tune.search import TREES, candidates
+    from specgen.tune.search import TREES, candidates, drafted_candidates
     from specgen.tune.setting import PLAIN, Setting
 
     for number in contexts:
@@ -121,9 +124,13 @@ def _sweep(flags: ProfileFlags, contexts: Sequence[int], capacity: int) -> Sweep
             raise UsageError(f"--contexts has {number}, and the context is {capacity} tokens", hint="raise --ctx")
     known = candidates()
     trees = [Setting("ngram", gamma, tree=width) for width in TREES for gamma in TREE_GAMMAS]
-    predicted = [*known, *trees]
-    quick = [PLAIN, *(Setting("ngram", gamma) for gamma in (*QUICK_GAMMAS, None))]
-    measured = predicted if flags.exhaustive else [*quick, *trees]
+    models = drafted_candidates({"model"}) if drafted else []
+    mixes = [Setting("mix", gamma) for gamma in (*QUICK_GAMMAS, None)] if drafted else []
+    predicted = [*known, *trees, *models, *mixes]
+    quick = [PLAIN, *(Setting("ngram", gamma) for gamma in (*QUICK_GAMMAS, None)), *trees]
+    if drafted:
+        quick += [*(Setting("model", gamma) for gamma in (*QUICK_GAMMAS, None)), Setting("mix", None)]
+    measured = predicted if flags.exhaustive else quick
     return Sweep(contexts or contexts_for(capacity), predicted, measured, rounds=flags.rounds)
 
 
@@ -133,7 +140,10 @@ def _lines(found: Profile, width: int) -> Iterator[str]:
         items = [(str(r), s.middle, f"{s.middle:.1f} ms  {s.middle / base:.2f}x") for r, s in steps.items()]
         yield from bars(f"t(R) after {context} tokens: a step of R rows", items, width)
         yield ""
-    yield from _survival_table(found, width)
+    yield from _survival_table("n-gram drafts", found.survival, width)
+    if found.draft_survival:
+        yield ""
+        yield from _survival_table("the draft model's drafts", found.draft_survival, width)
     yield ""
     yield from _speed_table(_shown(found.points), width)
     yield ""
@@ -146,12 +156,12 @@ def _lines(found: Profile, width: int) -> Iterator[str]:
     yield f"Best: {best.setting.label}, {gain:.2f}x plain ({'measured' if best.measured else 'predicted'})"
 
 
-def _survival_table(found: Profile, width: int) -> list[str]:
-    kinds = list(found.survival)
+def _survival_table(whose: str, survival: Mapping[str, Sequence[float]], width: int) -> list[str]:
+    kinds = list(survival)
     positions = [1, 2, 3, 4, 6, 8, 12, 16]
-    cells = {k: [_share(found.survival[kind], k) for kind in kinds] for k in positions}
+    cells = {k: [_share(survival[kind], k) for kind in kinds] for k in positions}
     columns = [Column("kind", kinds, left=True), *(Column(f"s_{k}", cells[k]) for k in positions)]
-    return table("Survival of n-gram drafts: accepted up to position k", columns, width)
+    return table(f"Survival of {whose}: accepted up to position k", columns, width)
 
 
 def _share(shares: Sequence[float], position: int) -> str:

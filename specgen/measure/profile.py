@@ -6,13 +6,15 @@ Knows: what is swept, predicted and measured. Does not know: how curves are draw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from specgen.measure.calibrate import calibrate, cycle_overheads, lookup_cost, median_lookup, medians
+from specgen.measure.guesses import draft_cost, model_drafter
 from specgen.measure.runs import Case, Report, Run, run_case, silent, trace_of
 from specgen.measure.timer import Spread
+from specgen.options import NEED_DRAFT
 from specgen.records import RunRecord
 from specgen.tune.predict import Costs
 from specgen.tune.replay import Trace
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 DEEPEST = 16
 """γ at which survival is looked at."""
+TIMED_CASES = 2
+"""Answers that are run to see what drafting takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Profile:
     points: list[Point]  # plain first
     cycles: list[CycleParts]
     tokens: int
+    draft_survival: Mapping[str, Sequence[float]] = field(default_factory=dict)  # the same of the draft model's
 
     @property
     def best(self) -> Point:
@@ -77,13 +82,18 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is measured: every setting of `measured` is also in `predicted`; both begin with plain."""
+    """What is measured: every setting of `measured` is also in `predicted`; both begin with plain. Settings that need a
+    draft model are for a session that has one."""
 
     contexts: Sequence[int]
     predicted: Sequence[Setting]
     measured: Sequence[Setting]
     repeats: int = 7  # steps of each row count
     rounds: int = 1  # of all measured settings on all cases
+
+    @property
+    def drafted(self) -> bool:
+        return any(setting.proposer in NEED_DRAFT for setting in self.predicted)
 
 
 class Profiler:
@@ -103,9 +113,12 @@ class Profiler:
         times = calibrate(self._session, self._sweep.contexts, self._sweep.repeats)
         plain = [self._one(case, PLAIN, None) for case in self._cases]
         costs = _costs(medians(times), plain, self._session)
+        if self._sweep.drafted:
+            cost = draft_cost(self._session, self._cases[:TIMED_CASES], "model", costs)
+            costs = replace(costs, propose={**costs.propose, "model": cost})
         traces: dict[str, list[Trace]] = {}
         for run in plain:
-            traces.setdefault(run.case.kind, []).append(trace_of(run, self._session))
+            traces.setdefault(run.case.kind, []).append(self._trace(run))
         predictions = {setting: predict(setting, traces, costs) for setting in self._sweep.predicted}
         runs = self._measure(costs)
         points = [self._point(predictions, setting, runs) for setting in self._sweep.predicted]
@@ -113,10 +126,19 @@ class Profiler:
             context: {rows: spread for rows, values in table.items() if (spread := Spread.of(values)) is not None}
             for context, table in times.items()
         }
-        survival = _survival(predict(Setting("ngram", DEEPEST), traces, costs))
+        survival, of_drafts = (
+            _survival(predict(Setting(name, DEEPEST), traces, costs)) if name == "ngram" or self._sweep.drafted else {}
+            for name in ("ngram", "model")
+        )
         tokens = sum(len(run.finished.token_ids) for run in plain)
         self._tell("done", len(self._cases) * len(self._sweep.measured) * self._sweep.rounds)
-        return Profile(steps, survival, points, self._parts(predictions, runs, costs), tokens)
+        return Profile(steps, survival, points, self._parts(predictions, runs, costs), tokens, of_drafts)
+
+    def _trace(self, run: Run) -> Trace:
+        trace = trace_of(run, self._session)
+        if not self._sweep.drafted:
+            return trace
+        return replace(trace, drafters={"model": model_drafter(self._session, run.case, trace)})
 
     def _tell(self, what: str, step: int = 1) -> None:
         self._done += step
