@@ -41,6 +41,8 @@ class Entry:
 
 
 class Tape(TorchDispatchMode):
+    """Launches: neither views nor allocations are any."""
+
     current: Tape | None = None
 
     def __init__(self) -> None:
@@ -51,9 +53,7 @@ class Tape(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in REFUSED:
             raise RuntimeError(f"operation not permitted when a stream is capturing: {name}")
-        return self.run(
-            func, args, kwargs or {}, again=name not in ("empty", "empty_strided", "empty_like", "new_empty")
-        )
+        return self.run(func, args, kwargs or {}, again=not func.is_view and not name.startswith("empty"))
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any, again: bool = True) -> Any:
         with _disable_current_modes():
