@@ -37,6 +37,9 @@ REGISTERS = 255
 
 REGISTER_FILE = 65536
 
+MOST_SPILL_BYTES = 16
+"""Per thread: a value or two that wait outside the loop, where the compiler prefers more blocks to them."""
+
 
 @dataclass(frozen=True, slots=True)
 class AotCase:
@@ -202,7 +205,7 @@ def judged(result: AotResult) -> AotResult:
     limit = SHARED_BYTES[result.capability]
     threads = 32 * result.num_warps
     failures = []
-    if result.spill_bytes:
+    if result.spill_bytes > MOST_SPILL_BYTES:
         failures.append(f"spills {result.spill_bytes} bytes a thread")
     if result.registers > REGISTERS or result.registers * threads > REGISTER_FILE:
         failures.append(f"needs {result.registers} registers in each of {threads} threads")

@@ -23,6 +23,10 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 1
 
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__).strip("_")
+
     def run(self) -> None:
         options = launch_options(self.num_warps, self.num_stages)
         self.kernel[self.grid](**self.arguments, **self.constants, **options)

@@ -385,7 +385,7 @@ def aot_cases() -> list[AotCase]:
                     tag = f"D={size} {str(compute)[6:]}"
                     if launch.kernel is not _merge_kernel:
                         tag += f" {str(dtype)[6:]} cache" + (" window softcap" if score.window else "")
-                    name = f"{launch.kernel.fn.__name__.strip('_')} {tag}"
+                    name = f"{launch.name} {tag}"
                     cases.setdefault(name, launch.case(name, capabilities))
     return list(cases.values())
 

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.device_sampling import DeviceCut
+from specgen.kernels.aot import AotCase
+from specgen.kernels.base import Truncation
+from specgen.kernels.device_sampling import DeviceCut, device_cut
 from specgen.kernels.launch import Launch
 
 CHUNK = 1024
@@ -377,4 +379,22 @@ def kept_mass_launch(plan: Plan, cut: DeviceCut, found: Searches | None, part_ke
         "state": None if found is None else found.mass_state,
         "part_kept": part_kept,
     }
-    return plan.over_chunks(_kept_mass_kernel, arguments, _SEARCH | {"RANKED": found is not None}, _SEARCH_WARPS)
+    return plan.over_chunks(
+        _kept_mass_kernel, arguments, _SEARCH | {"RANKED": found is not None}, 4 if found is None else _SEARCH_WARPS
+    )
+
+
+def aot_cases() -> list[AotCase]:
+    """A small and a large vocabulary, with and without searches; of a search's passes, the first and the second."""
+    cases: dict[str, AotCase] = {}
+    for vocab in (32000, 262208):
+        plan = Plan.of(torch.empty(1, vocab), vocab)
+        cut, found, kept = device_cut(Truncation(1.0, top_k=40), "cpu"), Searches.of(plan), plan.part(torch.float64)
+        for launch in search_launches(plan, cut, found):
+            name = f"{launch.name} V={vocab}" + (" first" if launch.constants.get("PASS") == 0 else "")
+            cases.setdefault(name, launch.case(name))
+        for searches in (None, found):
+            launch = kept_mass_launch(plan, cut, searches, kept)
+            name = f"{launch.name} V={vocab}" + ("" if searches is None else " ranked")
+            cases[name] = launch.case(name)
+    return list(cases.values())

@@ -226,17 +226,15 @@ def _accept_launch(draft: Tensor, tokens: Tensor, rows: Tensor, out: Tensor) -> 
 
 
 def aot_cases() -> list[AotCase]:
-    """A small and a large vocabulary, with and without searches; of a search's passes, the first and the second."""
+    """A small and a large vocabulary, with and without searches."""
     cases: dict[str, AotCase] = {}
     for vocab in (32000, 262208):
         logits, out = torch.empty(1, vocab), torch.empty(1, dtype=torch.int32)
         plan, noise = Plan.of(logits, vocab), device_noise(0, out)
         for cut in (Truncation(1.0), Truncation(1.0, top_k=40)):
             drawn = _sample_launches(plan, device_cut(cut, "cpu"), noise, out)
-            for launch in (*drawn, *_argmax_launches(plan, out)):
-                kind = "ranked" if launch.constants.get("RANKED") else ""
-                first = "first" if launch.constants.get("PASS") == 0 else ""
-                name = " ".join((launch.kernel.fn.__name__.strip("_"), f"V={vocab}", kind, first)).strip()
+            for launch in (drawn[0], *drawn[-2:], *_argmax_launches(plan, out)):
+                name = f"{launch.name} V={vocab}" + (" ranked" if launch.constants.get("RANKED") else "")
                 cases.setdefault(name, launch.case(name))
     tokens = torch.empty(9, dtype=torch.int32)
     return [*cases.values(), _accept_launch(tokens[:8], tokens, tokens[:1], tokens.repeat(2)[:10]).case("accept_chain")]
