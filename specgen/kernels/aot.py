@@ -69,7 +69,8 @@ class AotCase:
         """
         types = {key: _type_of(value) for key, value in arguments.items() if value is not None}
         absent = dict.fromkeys(arguments.keys() - types.keys())
-        varied = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+        parameters = getattr(kernel, "params", ())  # the interpreter's kernels have none, and are not compiled
+        varied = {parameter.name for parameter in parameters if parameter.do_not_specialize}
         aligned = tuple(key for key in types if key not in varied and _is_aligned(arguments[key]))
         return cls(name, kernel, types, {**constexprs, **absent}, options[0], options[1], aligned, options[2])
 
