@@ -19,6 +19,7 @@ from torch import Tensor
 from specgen.cache import KVCache
 from specgen.kernels.base import Attend, DeviceAttend, Truncation, pack_attend
 from specgen.kernels.card_memory import is_out_of_memory
+from specgen.kernels.device import use_device
 from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, device_cut, device_noise, is_ranked
 from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
@@ -238,6 +239,7 @@ class GraphRunner:
         return [self.model.ops.gumbel_argmax(logits, settings.cut(ranked), noise, settings.vocab)]
 
     def draw_with(self, drawing: Drawing | None) -> None:
+        use_device(self.model.device)  # an answer may be decoded in a thread of its own
         self._draws = drawing is not None and self._can_draw(drawing)
         if self._draws and drawing is not None and self.settings is not None:
             self._ranked = is_ranked(drawing.cut)

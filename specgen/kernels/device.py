@@ -94,10 +94,17 @@ class DeviceOps(Protocol):
         ...
 
 
+def use_device(device: torch.device) -> None:
+    """Triton launches on the thread's current card, wherever the tensors are: whoever begins work says which it is."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class DeviceKernels:
     """`kernels.base.Kernels` over a device's ops. What the host needs is read back: once a call."""
 
     def __init__(self, ops: DeviceOps, device: torch.device) -> None:
+        use_device(device)
         self.ops = ops
         self.device = device
         self.name = ops.name

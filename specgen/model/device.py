@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specgen.cache import KVCache
 from specgen.kernels.base import Attend, DeviceAttend, KVLayer, device_attend
-from specgen.kernels.device import DeviceKernels
+from specgen.kernels.device import DeviceKernels, use_device
 from specgen.model.decoder import Decoder
 from specgen.model.spec import ModelSpec
 from specgen.model.weights import LayerWeights, MlpWeights, ModelWeights
@@ -97,6 +97,7 @@ class DeviceDecoder(Decoder):
         yield "head", self.weights.head
 
     def forward(self, tokens: Sequence[int], attend: Attend, cache: KVCache, last_only: bool) -> StepOut:
+        use_device(self.device)
         if self.refusal is not None:
             return super().forward(tokens, attend, cache, last_only)
         assert attend.start + len(tokens) <= cache.capacity <= self.spec.context
