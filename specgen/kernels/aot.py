@@ -112,7 +112,7 @@ class AotResult:
     registers: int = 0  # per thread
     spill_bytes: int = 0  # per thread: its stack, which holds spilled registers
     shared_bytes: int = 0  # per block
-    instructions: tuple[str, ...] = ()  # the matrix instructions used
+    instructions: tuple[str, ...] = ()  # the matrix instructions used, and how inputs are dealt out to them
     error: str | None = None  # the compiler's own words
     failures: tuple[str, ...] = field(default=())
 
@@ -178,12 +178,15 @@ def compile_case(module: str, case: AotCase, capability: int) -> AotResult:
             registers,
             stack,
             compiled.metadata.shared + static,
-            tuple(sorted(set(MATRIX.findall(compiled.asm["ptx"])))),
+            tuple(sorted({*MATRIX.findall(compiled.asm["ptx"]), *ORDER_OF_K.findall(compiled.asm["ttgir"])})),
         )
     )
 
 
 MATRIX = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
+ORDER_OF_K = re.compile(r"\bkWidth = \d+")
+"""Neighbours along K that a thread holds: which inputs meet in one matrix instruction follows from it."""
+
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 
@@ -222,6 +225,7 @@ class Selection:
     capabilities: tuple[int, ...] = CAPABILITIES
     only: str = ""  # cases whose "module case" holds this
     in_turn: bool = False  # each case for one of its cards, so that all kernels and all cards are seen, not all pairs
+    every: int = 1  # and only every so manyth case
 
 
 def compile_all(selection: Selection, processes: int = 1) -> list[AotResult]:
@@ -235,7 +239,7 @@ def compile_all(selection: Selection, processes: int = 1) -> list[AotResult]:
 
 def _selected(selection: Selection) -> Iterator[tuple[str, str, int]]:
     for index, (module, case) in enumerate(all_cases()):
-        if selection.only in f"{module} {case.name}":
+        if index % selection.every == 0 and selection.only in f"{module} {case.name}":
             meant = [capability for capability in selection.capabilities if capability in case.capabilities]
             for capability in [meant[index % len(meant)]] if selection.in_turn and meant else meant:
                 yield module, case.name, capability

@@ -55,10 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--capability", type=int, nargs="+", choices=CAPABILITIES, default=CAPABILITIES)
     parser.add_argument("--only", default="", help="kernels whose name holds this")
     parser.add_argument("--in-turn", action="store_true", help="each kernel for one card only, cards in turn")
+    parser.add_argument("--every", type=int, default=1, help="only every so manyth kernel")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    results = compile_all(Selection(tuple(options.capability), options.only, options.in_turn), options.processes)
+    selection = Selection(tuple(options.capability), options.only, options.in_turn, options.every)
+    results = compile_all(selection, options.processes)
     if options.json:
         print(json.dumps([asdict(result) for result in results]))
     elif results:
