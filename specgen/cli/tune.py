@@ -199,7 +199,7 @@ def _propose_lines(result: TuneResult) -> Iterator[str]:
     """What proposing takes."""
     for name, cost in result.costs.propose.items():
         each = f" and {cost.each:.2f} ms a token" if cost.each else ""
-        read = f", {cost.read:.2f} ms to read one" if cost.read else ""
+        read = f", {cost.read:.3f} ms a token that it has not read" if cost.read else ""
         yield f"{name}: {cost.once:.3f} ms a draft{each}{read}"
 
 

@@ -83,5 +83,8 @@ def lookup_cost(trace: Trace) -> ProposeMs:
     return ProposeMs(once=once, read=max(0.0, times[0] - once) / len(trace.prompt) if times else 0.0)
 
 
-def median_lookup(costs: Sequence[ProposeMs]) -> ProposeMs:
-    return ProposeMs(once=median(cost.once for cost in costs), read=median(cost.read for cost in costs))
+def mean_lookup(costs: Sequence[tuple[ProposeMs, int]]) -> ProposeMs:
+    """costs: with the tokens of the prompt that was indexed; a long one takes more for each of them."""
+    tokens = sum(count for _, count in costs)
+    read = sum(cost.read * count for cost, count in costs) / max(1, tokens)
+    return ProposeMs(once=median(cost.once for cost, _ in costs), read=read)

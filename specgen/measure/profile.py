@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from specgen.measure.calibrate import calibrate, cycle_overheads, lookup_cost, median_lookup, medians
+from specgen.measure.calibrate import calibrate, cycle_overheads, lookup_cost, mean_lookup, medians
 from specgen.measure.guesses import draft_cost, model_drafter
 from specgen.measure.runs import Case, Report, Run, run_case, silent, trace_of
 from specgen.measure.timer import Spread
@@ -202,7 +202,7 @@ class Profiler:
 
 def _costs(steps: Mapping[int, Mapping[int, float]], plain: Sequence[Run], session: Session) -> Costs:
     token_ms, cycle_ms = cycle_overheads([run.finished.record for run in plain])
-    lookups = median_lookup([lookup_cost(trace_of(run, session)) for run in plain])
+    lookups = mean_lookup([(lookup_cost(trace_of(run, session)), run.started.prompt_tokens) for run in plain])
     return Costs(steps, token_ms, cycle_ms, {"ngram": lookups})
 
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from specgen.errors import SpecgenError
-from specgen.measure.calibrate import calibrate, contexts_for, median_lookup, medians
+from specgen.measure.calibrate import calibrate, contexts_for, mean_lookup, medians
 from specgen.measure.guesses import draft_cost, model_drafter, skip_drafter
 from specgen.measure.recording import FEWEST_TOKENS, Recorder, Watch, in_order, readings_ms, shortened
 from specgen.measure.runs import Case, Report, SamplingChoice, make_cases, run_case, silent
@@ -201,7 +201,7 @@ class Tuner:
             self._state.steps,
             token_ms=median(part.token_ms for part in parts),
             cycle_ms=median(part.cycle_ms for part in parts),
-            propose={"ngram": median_lookup([part.lookup for part in parts])},
+            propose={"ngram": mean_lookup([(recorded[case.id].lookup, len(case.prompt.ids)) for case in cases])},
         )
         whole = {case.id: self._trace(case, recorded[case.id].answer) for case in cases}
         traces: dict[str, Mapping[str, Trace]] = {"ngram": whole}

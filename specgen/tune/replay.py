@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specgen.draft import ROOT, Draft
-from specgen.options import NgramOptions
+from specgen.options import MAX_GAMMA, NgramOptions
 from specgen.propose.base import Proposer
 from specgen.propose.mix import Judge, MixProposer
 from specgen.propose.ngram import NgramProposer
 from specgen.records import CycleRecord, Ending, RunRecord
 from specgen.tune.predict import Costs, ProposeMs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MISMATCH = -1
 """Stands for a token that is not the target's."""
@@ -94,6 +97,10 @@ class Trace:
     context_tokens: int  # capacity of the cache
     max_rows: int = 64  # the widest step of the runner
     drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by proposer
+    # What lookups find, kept between replays: sizes of n-gram → the longest draft before every token of the answer.
+    recalled: dict[NgramOptions, tuple[Draft | None, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def budget(self, produced: int) -> int:
         """Tokens that may still be committed: the engine's own rule."""
@@ -180,22 +187,62 @@ class GuessProposer:
         self._read, self._drafted = min(self._read, length), []
 
 
-class PlayedLookup(NgramProposer):
+class RecalledLookup:
+    """A lookup of chains, played back: what it finds at a place is a function of the tokens before it, so all γ share
+    one table of the longest drafts, made the first time that it is asked for."""
+
+    name = "ngram"
+    reason: str | None = None
+
+    def __init__(self, trace: Trace, options: NgramOptions) -> None:
+        self._prompt_tokens = len(trace.prompt)
+        if options not in trace.recalled:
+            trace.recalled[options] = _all_lookups(trace, options)
+        self._drafts = trace.recalled[options]
+
+    def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
+        draft = self._drafts[len(committed) - self._prompt_tokens]
+        return None if draft is None else draft.first(limit)
+
+    def observe(self, tokens: Sequence[int], hidden: object, start: int) -> None:
+        pass
+
+    def rollback(self, length: int) -> None:
+        pass
+
+
+def _all_lookups(trace: Trace, options: NgramOptions) -> tuple[Draft | None, ...]:
+    """The longest draft before every token of the answer."""
+    proposer, committed = NgramProposer(options), list(trace.prompt)
+    found: list[Draft | None] = []
+    for token in trace.answer:
+        found.append(proposer.propose(committed, MAX_GAMMA))
+        committed.append(token)
+    return tuple(found)
+
+
+class PlayedLookup:
     """A lookup that knows what it would have taken: the first one indexes the whole prompt."""
 
-    def __init__(self, options: NgramOptions, width: int, cost: ProposeMs) -> None:
-        super().__init__(options, width)
-        self.spent_ms = 0.0
+    reason: str | None = None
+
+    def __init__(self, inner: Proposer, cost: ProposeMs) -> None:
+        self.name = inner.name
+        self.spent_ms = 0.0  # in all calls of `propose`
+        self._inner = inner
         self._cost = cost
         self._indexed = 0
 
     def propose(self, committed: Sequence[int], limit: int) -> Draft | None:
         self.spent_ms += self._cost.of(0, len(committed) - self._indexed)
         self._indexed = len(committed)
-        return super().propose(committed, limit)
+        return self._inner.propose(committed, limit)
+
+    def observe(self, tokens: Sequence[int], hidden: Tensor | None, start: int) -> None:
+        self._inner.observe(tokens, hidden, start)
 
     def rollback(self, length: int) -> None:
-        super().rollback(length)
+        self._inner.rollback(length)
         self._indexed = min(self._indexed, length)
 
 
@@ -231,8 +278,9 @@ def replay(trace: Trace, proposer: Proposer, policy: Policy, costs: Costs) -> Ru
     committed = list(trace.prompt)
     proposer.rollback(0)
     proposer.observe(committed[:-1], None, 0)
+    timed = proposer if isinstance(proposer, Timed) else None
     while (produced := len(committed) - len(trace.prompt)) < len(trace.answer):
-        cycle = _cycle(trace, committed, proposer, policy, costs)
+        cycle = _cycle(trace, committed, proposer, policy, costs, timed)
         _book(record, cycle, costs)
         policy.observe(cycle)
         stored = committed[-1:] + list(trace.answer[produced : produced + cycle.committed - 1])
@@ -242,11 +290,16 @@ def replay(trace: Trace, proposer: Proposer, policy: Policy, costs: Costs) -> Ru
     return record
 
 
-def _cycle(trace: Trace, committed: list[int], proposer: Proposer, policy: Policy, costs: Costs) -> CycleRecord:
+def _cycle(
+    trace: Trace, committed: list[int], proposer: Proposer, policy: Policy, costs: Costs, timed: Timed | None
+) -> CycleRecord:
+    """timed: the proposer, where it knows what it takes; asking a protocol each time is slow."""
     produced = len(committed) - len(trace.prompt)
     room = min(trace.budget(produced), trace.max_rows) - 1
     limit = min(room, policy.limit(proposer.name)) if room >= 1 else 0
-    found, propose_ms = _propose(committed, limit, proposer, costs) if limit >= 1 else (None, 0.0)
+    before = timed.spent_ms if timed else 0.0
+    found = proposer.propose(committed, limit) if limit >= 1 else None
+    propose_ms = timed.spent_ms - before if timed else costs.propose_ms(proposer.name) if limit >= 1 else 0.0
     draft = policy.trim(found) if found else None
     upcoming = trace.answer[produced:]
     accepted, ending = _accept(draft, upcoming)
@@ -266,15 +319,6 @@ def _cycle(trace: Trace, committed: list[int], proposer: Proposer, policy: Polic
         width=draft.width if draft else 1,
         confidence=draft.confidence if draft else None,
     )
-
-
-def _propose(committed: Sequence[int], limit: int, proposer: Proposer, costs: Costs) -> tuple[Draft | None, float]:
-    """A draft, and the milliseconds that it took."""
-    if not isinstance(proposer, Timed):
-        return proposer.propose(committed, limit), costs.propose_ms(proposer.name)
-    before = proposer.spent_ms
-    draft = proposer.propose(committed, limit)
-    return draft, proposer.spent_ms - before
 
 
 def _accept(draft: Draft | None, upcoming: Sequence[int]) -> tuple[int, Ending]:

@@ -14,11 +14,12 @@ from typing import Literal
 
 from specgen.options import MAX_GAMMA, NgramOptions, ProposerName
 from specgen.propose.base import Proposer
+from specgen.propose.ngram import NgramProposer
 from specgen.propose.none import NoProposer
 from specgen.records import RunRecord
 from specgen.tune.controller import AutoGamma, FixedGamma
 from specgen.tune.predict import Costs, ProposeMs
-from specgen.tune.replay import GuessProposer, PlayedLookup, PlayedMix, Policy, Trace, replay
+from specgen.tune.replay import GuessProposer, PlayedLookup, PlayedMix, Policy, RecalledLookup, Trace, replay
 from specgen.tune.setting import PLAIN, Setting
 
 Objective = Literal["tok/s", "p95"]
@@ -79,7 +80,8 @@ def played_proposer(setting: Setting, trace: Trace, policy: Policy, costs: Costs
     if setting.is_plain:
         return NoProposer()
     sizes = NgramOptions(setting.n_max, setting.n_min)
-    lookup = PlayedLookup(sizes, setting.tree, costs.propose.get("ngram", ProposeMs()))
+    recalled = RecalledLookup(trace, sizes) if setting.tree == 1 else NgramProposer(sizes, setting.tree)
+    lookup = PlayedLookup(recalled, costs.propose.get("ngram", ProposeMs()))
     if setting.proposer == "ngram":
         return lookup
     assert setting.tree == 1, "what a model would put beside its best token is not recorded"
