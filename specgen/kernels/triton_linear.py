@@ -172,7 +172,7 @@ def _part(
     column = tl.arange(0, WIDTH)
     r = first_row + tl.arange(0, ROWS)
     offset = r.to(tl.int64) * inputs
-    ones = tl.full((16, SUB), 1.0, dtype)
+    ones = tl.full((16, SUB), 1.0, tl.float32).to(dtype)
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for step in range(first_step, last_step):
         for chunk in tl.static_range(CHUNKS):
