@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
+import torch
+
 from specgen.kernels.cuda import Card, CardLostError, Driver, Version
 
 GB = 10**9
@@ -51,3 +54,6 @@ class FakeSystem:
         if isinstance(free, str):
             raise CardLostError(free)
         return free, card.total_bytes
+
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here")

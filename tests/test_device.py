@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import GB, FakeSystem, card
+from cards import GB, FakeSystem, card, needs_card
 
 from specgen.errors import DeviceError, ExitCode, SpecgenError, UsageError
 from specgen.kernels import cuda_system
@@ -222,9 +222,8 @@ def test_looking_for_a_card_imports_no_triton() -> None:
 
 
 @pytest.mark.cuda
+@needs_card
 def test_the_card_of_this_machine_answers() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA card here")
     choice = choose_card("cuda")
     assert choice.card is not None
     assert choice.card.capability == torch.cuda.get_device_capability(choice.card.index)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import GB, FakeSystem, card
+from cards import GB, FakeSystem, card, needs_card
 from gguf_files import llama_file
 from typer.testing import CliRunner
 
@@ -126,9 +126,8 @@ def test_the_command_shows_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.cuda
+@needs_card
 def test_this_machine_s_card_copies() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA card here")
     from specgen.kernels.cuda_system import NvidiaSystem
 
     found = {section.name: section for section in card_sections(CardPatient(NvidiaSystem()))}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import card
+from cards import card, needs_card
 from cpu import cpu_kernels
 from device_ops import ReferenceOps
 from tape import Opaque, TapeGraphs
@@ -460,9 +460,8 @@ def test_a_yardstick_that_breaks_is_told_and_one_without_memory_is_an_error(monk
 
 
 @pytest.mark.cuda
+@needs_card
 def test_a_shape_on_this_machine_s_card() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA card here")
     done = CliRunner().invoke(app, ["bench", "--shape", "smollm2-1.7b", "--device", "cuda", "--rounds", "3", "--json"])
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)["result"]
