@@ -71,7 +71,7 @@ def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _alike_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane of a product has the same bits wherever it stands, as on a card; the interpreter's BLAS rounds by place."""
+    """A lane of a product has the same bits anywhere, as on a card; the interpreter's BLAS rounds by place."""
     if DEVICE == "cuda":
         return
     from triton.runtime import interpreter
