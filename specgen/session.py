@@ -62,6 +62,7 @@ from specgen.weights.quantised import quantised_checkpoint
 __all__ = ["Cancel", "Prompt", "Session", "load"]
 
 
+ANSWERING = "answering"  # what was being done when memory ran out
 TRIED_TOKENS = 80
 """More than a draft ever has, so that long steps are tried too."""
 
@@ -340,7 +341,8 @@ class Session:
         )
         ending = _Ending(text, constraint, cancel)
         options, notices = self._planned(prompt, options)
-        answer, more = self._answer(prompt, options, ending)
+        with shortage_told(ANSWERING):
+            answer, more = self._answer(prompt, options, ending)
         return self._told(replace(prompt, notices=(*prompt.notices, *notices, *more)), options, answer, ending)
 
     def _planned(self, prompt: Prompt, options: RunOptions) -> tuple[RunOptions, tuple[str, ...]]:
@@ -369,7 +371,7 @@ class Session:
         return answer, start.notices
 
     def _told(self, prompt: Prompt, options: RunOptions, answer: Answer, ending: _Ending) -> Iterator[Event]:
-        with shortage_told("answering"):
+        with shortage_told(ANSWERING):
             yield from self._events(prompt, options, answer, ending)
 
     def _events(self, prompt: Prompt, options: RunOptions, answer: Answer, ending: _Ending) -> Iterator[Event]:

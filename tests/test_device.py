@@ -110,6 +110,10 @@ def test_cuda_takes_the_next_card_when_the_first_is_busy_and_an_index_does_not()
         choose_card("cuda:0", system)
 
 
+def test_a_torch_that_does_not_say_what_it_was_made_for_is_tried() -> None:
+    assert choose_card("cuda", FakeSystem(archs=())).card == card()
+
+
 def test_no_such_index() -> None:
     with pytest.raises(UsageError, match="no such card") as caught:
         choose_card("cuda:3", FakeSystem())

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from specgen import placement, session
 from specgen.cache import KVCache
 from specgen.cli.app import app
+from specgen.cli.console import explain
 from specgen.errors import DeviceError, ExitCode, ModelError, OutOfMemoryError
 from specgen.events import Finished
 from specgen.graph import GraphRunner
@@ -86,6 +87,14 @@ def test_the_message_keeps_the_numbers_and_drops_the_advice() -> None:
     )
     assert told.code == ExitCode.MEMORY
     assert shortage("loading", MemoryError()).message == "memory ran out while loading: nothing is left"
+
+
+def test_where_nobody_knows_what_was_being_done_the_numbers_are_told() -> None:
+    code, lines = explain(oom())
+    assert code == 4
+    assert lines is not None
+    assert lines[0].startswith("memory ran out: Tried to allocate 1.50 GiB; GPU 0 has")
+    assert explain(MemoryError()) == (4, ("memory ran out", "use a smaller model, a shorter --ctx or --kv int8"))
 
 
 def test_other_errors_pass() -> None:

@@ -208,7 +208,7 @@ def explain(error: Exception) -> tuple[int, tuple[str, str | None] | None]:
     if isinstance(error, ParsingError):
         return int(ExitCode.USAGE), _parsing_lines(error)
     if _is_out_of_memory(error):
-        return int(ExitCode.MEMORY), ("memory ran out", "use a smaller model, a shorter --ctx or --kv int8")
+        return int(ExitCode.MEMORY), _memory_lines(error)
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""
         hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
@@ -228,6 +228,15 @@ def _parsing_lines(error: Exception) -> tuple[str, str | None] | None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "specgen"
     return message.rstrip("."), f"see `{command} --help`"
+
+
+def _memory_lines(error: Exception) -> tuple[str, str | None]:
+    if type(error).__module__.partition(".")[0] != "torch":
+        return "memory ran out", "use a smaller model, a shorter --ctx or --kv int8"
+    from specgen.kernels.card_memory import shortage
+
+    told = shortage(None, error)
+    return told.message, told.hint
 
 
 def _is_out_of_memory(error: Exception) -> bool:

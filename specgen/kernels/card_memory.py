@@ -45,11 +45,11 @@ def shortage_told(what: str) -> Iterator[None]:
         raise shortage(what, error) from None
 
 
-def shortage(what: str, error: BaseException) -> OutOfMemoryError:
-    """`error` as the user is told, with the numbers that torch gives."""
+def shortage(what: str | None, error: BaseException) -> OutOfMemoryError:
+    """`error` as the user is told, with the numbers that torch gives; `what` was being done, if that is known."""
     first = str(error).strip().splitlines()
     said = _numbers(first[0]) if first else "nothing is left"
-    return OutOfMemoryError(f"memory ran out while {what}: {said}", ANSWER_HINT)
+    return OutOfMemoryError(f"memory ran out{f' while {what}' if what else ''}: {said}", ANSWER_HINT)
 
 
 def _numbers(text: str) -> str:

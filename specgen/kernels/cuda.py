@@ -75,7 +75,7 @@ class CudaSystem(Protocol):
         ...
 
     def torch_archs(self) -> Sequence[str]:
-        """What torch has machine code ("sm_80") or portable code ("compute_90") for."""
+        """What torch has machine code ("sm_80") or portable code ("compute_90") for; nothing where it does not say."""
         ...
 
     def triton(self) -> str | None:
@@ -220,7 +220,8 @@ def _refusals(card: Card, system: CudaSystem) -> Iterator[Refusal]:
             f"the driver {driver.shown} is too old for torch, which was built for CUDA {dotted(built)}",
             f"update the driver, or install a torch for CUDA {driver.cuda[0]}",
         )
-    if not runs_on(card.capability, system.torch_archs()):
+    archs = system.torch_archs()
+    if archs and not runs_on(card.capability, archs):
         yield Refusal(
             f"this torch has no code for {card.arch}, which the {card.name} is", "install a torch made for this card"
         )

@@ -74,7 +74,8 @@ class NvidiaSystem:
         try:
             free_bytes, total_bytes = torch.cuda.mem_get_info(card.index)
             unused = torch.cuda.memory_reserved(card.index) - torch.cuda.memory_allocated(card.index)
-        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
+            # torch asserts that it was built with CUDA, and has an error of its own for a start that failed
             raise CardLostError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
         return free_bytes + unused, total_bytes  # torch will hand out again what it keeps unused
 
