@@ -19,7 +19,7 @@ from specgen.kernels.philox import philox4x32
 from specgen.kernels.reference import ReferenceKernels, truncated_probs
 from specgen.kernels.triton_math import philox_word
 from specgen.kernels.triton_rank import CHUNK, DIGITS, MAX_VOCAB, Plan, Searches, kept_mass_launch, search_launches
-from specgen.kernels.triton_sample import _largest_launch, accept_chain, argmax, gumbel_argmax
+from specgen.kernels.triton_sample import _largest_launch, argmax, gumbel_argmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = ReferenceKernels()
@@ -260,32 +260,3 @@ def test_settings_are_read_when_the_kernels_run() -> None:
     unranked = device_cut(Truncation(1.0), DEVICE)
     with pytest.raises(AssertionError):
         unranked.write(setting)
-
-
-def accepted(draft: list[int], tokens: list[int], rows: int) -> tuple[int, list[int]]:
-    parts = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (draft, tokens, [rows])]
-    out = torch.full((len(tokens) + 1,), -9, dtype=torch.int32, device=DEVICE)
-    accept_chain(*parts, out)
-    count, *own = out.tolist()
-    assert own == tokens
-    return count, own[: count + 1]
-
-
-@pytest.mark.parametrize(
-    ("draft", "tokens", "rows", "committed"),
-    [
-        ([], [5], 1, [5]),
-        ([7], [7, 5], 2, [7, 5]),
-        ([7], [8, 5], 2, [8]),
-        ([7, 8, 9], [7, 8, 9, 1], 4, [7, 8, 9, 1]),
-        ([7, 8, 9], [7, 1, 9, 1], 4, [7, 1]),  # what matches behind a mismatch does not count
-        ([7, 8, 9], [7, 8, 9, 1], 2, [7, 8]),  # only one candidate is real
-        ([7, 8, 9], [7, NON_FINITE, 9, 1], 4, [7, NON_FINITE]),
-        ([0, 0], [0, 0, 0], 3, [0, 0, 0]),
-        ([7] * 64, [7] * 65, 65, [7] * 65),
-    ],
-)
-def test_a_chain_is_accepted_as_far_as_it_is_the_targets_own(
-    draft: list[int], tokens: list[int], rows: int, committed: list[int]
-) -> None:
-    assert accepted(draft, tokens, rows) == (len(committed) - 1, committed)

@@ -1,6 +1,6 @@
-"""Choosing tokens on the device: argmax, the sample of a truncated softmax, and how far a drafted chain is accepted.
+"""Choosing tokens on the device: argmax, and the sample of a truncated softmax.
 
-Knows: `Truncation` and `Noise` as tensors. Does not know: penalties, grammars, trees.
+Knows: `Truncation` and `Noise` as tensors. Does not know: penalties, grammars, drafts.
 """
 
 from __future__ import annotations
@@ -136,23 +136,6 @@ def _winner_kernel(
     tl.store(out + row, token)
 
 
-@triton.jit
-def _accept_chain_kernel(
-    draft,  # (W - 1,) int32
-    tokens,  # (W,) int32
-    rows,  # (1,) int32
-    out,  # (1 + W,) int32
-    width,
-    BLOCK: tl.constexpr,
-):
-    row = tl.arange(0, BLOCK)
-    drafted = tl.load(rows) - 1
-    own = tl.load(tokens + row, mask=row < width, other=0)
-    guess = tl.load(draft + row, mask=row < drafted, other=0)
-    tl.store(out, tl.min(tl.where((row >= drafted) | (guess != own), row, BLOCK - 1), axis=0))
-    tl.store(out + 1 + row, own, mask=row < width)
-
-
 def _largest_launch(plan: Plan) -> Launch:
     arguments = {
         "logits": plan.logits, "part_value": plan.part_value, "part_id": plan.part_id,
@@ -206,25 +189,6 @@ def gumbel_argmax(logits: Tensor, cut: DeviceCut, noise: DeviceNoise, vocab: int
     return out
 
 
-def accept_chain(draft: Tensor, tokens: Tensor, rows: Tensor, out: Tensor) -> None:
-    """How far a drafted chain is what the target says itself.
-
-    draft (W - 1,) int32: candidates. tokens (W,) int32: the target's own token behind each row. rows (1,) int32: real
-    rows, so rows - 1 candidates. out (1 + W,) int32 gets the number n of candidates accepted, then `tokens`: the
-    cycle commits out[1 : n + 2], the last of which is the corrected or bonus token, or NON_FINITE.
-    """
-    width = len(tokens)
-    assert len(draft) == width - 1
-    assert len(out) == width + 1
-    _accept_launch(draft, tokens, rows, out).run()
-
-
-def _accept_launch(draft: Tensor, tokens: Tensor, rows: Tensor, out: Tensor) -> Launch:
-    arguments = {"draft": draft, "tokens": tokens, "rows": rows, "out": out, "width": len(tokens)}
-    block = {"BLOCK": triton.next_power_of_2(len(tokens) + 1)}
-    return Launch(_accept_chain_kernel, (1,), arguments, block, num_warps=1)
-
-
 def aot_cases() -> list[AotCase]:
     """A small and a large vocabulary, with and without searches."""
     cases: dict[str, AotCase] = {}
@@ -236,5 +200,4 @@ def aot_cases() -> list[AotCase]:
             for launch in (drawn[0], *drawn[-2:], *_argmax_launches(plan, out)):
                 name = f"{launch.name} V={vocab}" + (" ranked" if launch.constants.get("RANKED") else "")
                 cases.setdefault(name, launch.case(name))
-    tokens = torch.empty(9, dtype=torch.int32)
-    return [*cases.values(), _accept_launch(tokens[:8], tokens, tokens[:1], tokens.repeat(2)[:10]).case("accept_chain")]
+    return list(cases.values())
