@@ -65,7 +65,8 @@ def test_every_flag_reaches_the_session(run: Run, session: FakeSession) -> None:
         "-t 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2 "
         "--frequency-penalty 0.3 --logit-bias 3=-inf --logit-bias 4=1.5 --seed 9 -n 7 --ignore-eos --proposer none "
         "--gamma 3 --accept rejection --ctx 64 --weight-cache 5MB --threads 2 --device cpu --kv f32 --system S --raw "
-        "--quant int8 --tree 2 --draft-stop 0.3 --draft small --draft-quant int4 --max-memory 2GB --ngram-store"
+        "--quant int8 --tree 2 --draft-stop 0.3 --draft small --draft-quant int4 --max-memory 2GB --ngram-store "
+        "--no-graphs"
     )
     assert run("-p", "hi", "--stop", r"a\n", "--stop", r"\d\\n", *line.split()).exit_code == 0
     assert {"text": "hi", "system": "S", "raw": True} in session.calls
@@ -76,6 +77,7 @@ def test_every_flag_reaches_the_session(run: Run, session: FakeSession) -> None:
         "max_memory_bytes": 2_000_000_000,
         "ngram_store": True,
         "weight_cache_bytes": 5_000_000,
+        "graphs": False,
     }
     assert {"load": loaded, "ref": "fake", "draft": "small"} in session.calls
     options = options_of(session)["options"]
