@@ -60,7 +60,7 @@ from dataclasses import replace
 from specgen.kernels import triton_linear
 from specgen.kernels.aot import compile_case
 
-cases = [case for case in triton_linear.aot_cases() if "int4 g32 min bf16" in case.name and "linear" in case.name]
+cases = [case for case in triton_linear.aot_cases() if "int8 g32 bf16" in case.name and "linear" in case.name]
 for capability in (86, 90):
     print(json.dumps([compile_case("", case, capability).instructions for case in cases]))
 case = cases[1]

@@ -22,7 +22,7 @@ from specgen.errors import ModelError
 from specgen.kernels import triton_layout, triton_linear
 from specgen.kernels.reference import ReferenceKernels
 from specgen.kernels.triton_layout import PARTED_ROWS, Kind, Tiles, TritonWeight, prepare
-from specgen.kernels.triton_linear import embedding, linear
+from specgen.kernels.triton_linear import ROW_TILES, Program, embedding, linear
 from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, Nested, QuantLinear
 
 CUDA = torch.cuda.is_available()
@@ -157,6 +157,16 @@ def test_no_rows() -> None:
     assert embedding(torch.empty(0, dtype=torch.int32, device=DEVICE), prepared).shape == (0, 64)
 
 
+@pytest.mark.skipif(CUDA, reason="compiles for the card that is there")
+@pytest.mark.parametrize("rows", [1, 8, 9, 65])
+def test_linear_in_the_programs_of_turing(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: 75)
+    weight = int4(30, 1152, 128)
+    prepared, x = prepare(weight, FP16, DEVICE), randn(rows, 1152).half()
+    assert Program.of(prepared, 75).most_rows == ROW_TILES[0] == triton_layout.LEAST_ROWS
+    assert_near(linear(x, prepared), REFERENCE.linear(x.float(), REFERENCE.prepare(weight)), ORDER)
+
+
 @contextmanager
 def ascending() -> Iterator[None]:
     """The interpreter's product, summed in the order of K."""
@@ -205,9 +215,9 @@ def test_parts_that_follow_the_rows_are_seen(monkeypatch: pytest.MonkeyPatch) ->
     prepared, x = prepare(weight, BF16, DEVICE), randn(3, weight.shape[1], seed=5).to(DEVICE, BF16)
     launch = triton_linear._linear_launch
 
-    def following(x: Tensor, weight: TritonWeight, out: Tensor) -> Any:
+    def following(x: Tensor, weight: TritonWeight, out: Tensor, program: Program) -> Any:
         whole = replace(weight, tiles=replace(weight.tiles, split_steps=weight.tiles.steps))
-        return launch(x, whole if len(x) > 8 else weight, out)
+        return launch(x, whole if len(x) > 8 else weight, out, program)
 
     monkeypatch.setattr(triton_linear, "_linear_launch", following)
     with exact():

@@ -61,8 +61,8 @@ MOST_SPLITS = 16
 PARTED_ROWS = 64
 """Rows for which the parts of K are programs of their own; with more there are programs enough."""
 
-TILE_ROWS = 32
-"""Rows of a program."""
+LEAST_ROWS = 8
+"""Rows of the smallest program."""
 
 LEAST_GROUP = 16
 """A matrix instruction takes 16 inputs at once."""
@@ -232,7 +232,7 @@ def _base(
     """What every kind has."""
     tiles = Tiles.of(kind, weight.shape, _usable_group(group, weight.shape[1]) if group else 0)
     perm: Tensor | None = getattr(weight, "perm", None)
-    counters = tiles.tiles * (PARTED_ROWS // TILE_ROWS)
+    counters = tiles.tiles * (PARTED_ROWS // LEAST_ROWS)
     return TritonWeight(
         kind,
         weight.shape,

@@ -5,9 +5,9 @@ models, formats. The reference is `reference.linear` and `reference.embedding`.
 
 A program takes 64 outputs and a part of K. Per iteration it reads one contiguous tile of packed weights (asynchronous
 copies of 16 bytes, several tiles ahead), decodes it once into the left operand of the matrix instructions (m16n8k16;
-m16n8k8 on Turing), and multiplies it with up to 32 rows, which stand in columns: a column of such an instruction's
-result depends on its own column alone, and one row costs 8 columns, not 16. The programs of the same outputs leave
-their sums in a workspace; the last one to finish adds them up, in the order of K.
+see `Program` for Turing), and multiplies it with up to 32 rows, which stand in columns: a column of such an
+instruction's result depends on its own column alone, and one row costs 8 columns, not 16. The programs of the same
+outputs leave their sums in a workspace; the last one to finish adds them up, in the order of K.
 
 So a row's bits do not depend on the step that it is in: the cut of K is the weight's (`Tiles`), every sum over K runs
 in ascending order whatever the number of rows, no product is fused with a sum unless `tl.fma` says so, and for more
@@ -26,7 +26,8 @@ dense weights that are stored in another type.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,31 +37,51 @@ from torch import Tensor
 
 from specgen.kernels.aot import BF16_CAPABILITIES, AotCase
 from specgen.kernels.launch import Launch
-from specgen.kernels.triton_layout import BLOCK_N, PARTED_ROWS, TILE_ROWS, Kind, TritonWeight, prepare
+from specgen.kernels.triton_layout import BLOCK_N, PARTED_ROWS, Kind, TritonWeight, prepare
+from specgen.kernels.triton_math import numbers
 from specgen.weights.packed import Codebook4, Dense, Fp8, GroupedInt4, GroupedInt8, Nested, QuantLinear
 
-ROW_TILES = (8, 16, TILE_ROWS)
-"""Rows that a program is compiled for: columns of 1, 2 or 4 matrix instructions. With 64, the sums of two warps do not
-fit into their registers; more rows than 32 are several programs, neighbours in time, of which the first brings the
-weights into the second cache for the others."""
-
-
-NUM_WARPS = 2
-"""Two warps of 32 outputs each reuse every activation that they read for two instructions; a block this small leaves
-room for five to ten on a processor, which hide one another's waits. Four would take a quarter to a half more
-instructions in all, for fewer barriers, and on Hopper select warp-group instructions, whose shape follows the rows."""
+ROW_TILES = (8, 16, 32)
+"""Rows that a program is compiled for: columns of 1, 2 or 4 matrix instructions. More rows are several programs,
+neighbours in time, of which the first brings the weights into the second cache for the others."""
 
 NUM_STAGES = {Kind.DENSE: 4, Kind.INT4: 4, Kind.INT8: 3, Kind.FP8: 3, Kind.CODE4: 3}
 """Tiles in flight: 4 KiB for four bits, 8 KiB for the others."""
 
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """How a weight's programs are compiled for a card: never a function of the rows of a step."""
+
+    num_warps: int
+    num_stages: int
+    most_rows: int
+
+    @classmethod
+    def of(cls, weight: TritonWeight, capability: int) -> Program:
+        """Two warps of 32 outputs each reuse every activation that they read for two instructions; a block this small
+        leaves room for five to ten on a processor, which hide one another's waits. Four would take a quarter to a half
+        more instructions in all, for fewer barriers, and on Hopper select warp-group instructions, whose shape follows
+        the rows. With 64 rows, or 32 and mins, sums do not fit into registers.
+
+        On Turing, Triton makes no matrix instructions and no asynchronous copies: sums on 32-bit floats in ascending
+        order, four warps and 8 rows, or registers spill by the kilobyte. It works there; it is not fast.
+        """
+        if capability < 80:
+            return cls(4, 1, 8)
+        return cls(2, NUM_STAGES[weight.kind], 32 if weight.min is None else 16)
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    """86 for compute capability 8.6; the interpreter takes the shapes of such a card."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 _DENSE, _INT4, _INT8, _FP8, _CODE4 = (tl.constexpr(int(kind)) for kind in Kind)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _numbers(value):
-    """`value`; in float32, as exact, where Triton's interpreter would compute with the bits of a bfloat16."""
-    return value.to(tl.float32) if _INTERPRETED and value.dtype == tl.bfloat16 else value
 
 
 @triton.jit
@@ -127,7 +148,7 @@ def _decode(word, PART: tl.constexpr, KIND: tl.constexpr, CENTRED: tl.constexpr,
         return word
     elif KIND == _INT4:
         if CENTRED:
-            return _centred(_numbers(_nibbles(word, PART, dtype)))
+            return _centred(numbers(_nibbles(word, PART, dtype)))
         else:
             return _nibbles(word, PART, dtype)
     elif KIND == _INT8:
@@ -170,8 +191,8 @@ def _part(
     HAS_MIN: tl.constexpr = min_ptr is not None
     n = first_n + tl.arange(0, BLOCK_N)
     column = tl.arange(0, WIDTH)
-    r = first_row + tl.arange(0, ROWS)
-    offset = r.to(tl.int64) * inputs
+    r = tl.arange(0, ROWS)
+    x_ptr += first_row.to(tl.int64) * inputs
     ones = tl.full((16, SUB), 1.0, tl.float32).to(dtype)
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for step in range(first_step, last_step):
@@ -185,12 +206,12 @@ def _part(
                 source = k
                 if perm_ptr is not None:
                     source = tl.load(perm_ptr + k, mask=k < inputs, other=0)
-                seen = (r[None, :] < rows) & (k[:, None] < inputs)
-                x = tl.load(x_ptr + offset[None, :] + source[:, None], mask=seen, other=0.0)
-                x = _numbers(x)
-                part = tl.dot(_numbers(_decode(word, i, KIND, not HAS_MIN, code_ptr, dtype)), x, part)
+                seen = (r[None, :] < rows - first_row) & (k[:, None] < inputs)
+                x = tl.load(x_ptr + (r[None, :] * inputs + source[:, None]), mask=seen, other=0.0)
+                x = numbers(x)
+                part = tl.dot(numbers(_decode(word, i, KIND, not HAS_MIN, code_ptr, dtype)), x, part)
                 if HAS_MIN:
-                    sums = tl.dot(_numbers(ones), x, sums)
+                    sums = tl.dot(numbers(ones), x, sums)
                 if KIND == _DENSE:
                     acc += part
                 elif (i == PER - 1) or (GROUP > 0 and (i + 1) * SUB % GROUP == 0):
@@ -305,7 +326,8 @@ def linear(x: Tensor, weight: TritonWeight) -> Tensor:
     assert x.shape[1] == weight.shape[1]
     out = torch.empty((len(x), weight.shape[0]), dtype=torch.float32, device=x.device)
     if len(x):
-        _linear_launch(x.to(weight.compute).contiguous(), weight, out).run()
+        program = Program.of(weight, _capability(x.device))
+        _linear_launch(x.to(weight.compute).contiguous(), weight, out, program).run()
     return out
 
 
@@ -317,9 +339,9 @@ def embedding(ids: Tensor, weight: TritonWeight) -> Tensor:
     return out
 
 
-def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> Launch:
+def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor, program: Program) -> Launch:
     rows, tiles = len(x), weight.tiles
-    tile_rows = next((tile for tile in ROW_TILES if rows <= tile), TILE_ROWS)
+    tile_rows = min(program.most_rows, next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1]))
     walk = rows > PARTED_ROWS
     parted = tiles.splits > 1 and not walk
     arguments = _weight_arguments(weight, exact=False) | {
@@ -341,7 +363,7 @@ def _linear_launch(x: Tensor, weight: TritonWeight, out: Tensor) -> Launch:
         "WALK": walk,
     }
     grid = (-(-rows // tile_rows), tiles.tiles, tiles.splits if parted else 1)
-    return Launch(_linear_kernel, grid, arguments, constants, NUM_WARPS, NUM_STAGES[weight.kind])
+    return Launch(_linear_kernel, grid, arguments, constants, program.num_warps, program.num_stages)
 
 
 def _embedding_launch(ids: Tensor, weight: TritonWeight, out: Tensor) -> Launch:
@@ -393,15 +415,16 @@ def aot_cases() -> list[AotCase]:
         for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
             if compute == torch.bfloat16 or name in TURING_EXAMPLES:
                 weight = prepare(packed, compute, torch.device("cpu"))
-                cases += [launch.case(f"{op} {name}", capabilities) for op, launch in _launches(weight)]
+                program = Program.of(weight, capabilities[0])
+                cases += [launch.case(f"{op} {name}", capabilities) for op, launch in _launches(weight, program)]
     return [replace(case, name=case.name + _suffix(case)) for case in cases]
 
 
-def _launches(weight: TritonWeight) -> Iterator[tuple[str, Launch]]:
+def _launches(weight: TritonWeight, program: Program) -> Iterator[tuple[str, Launch]]:
     outputs, inputs = weight.shape
-    for rows in (1, TILE_ROWS, PARTED_ROWS + 1):
+    for rows in sorted({1 if program.most_rows > ROW_TILES[0] else ROW_TILES[0], program.most_rows, PARTED_ROWS + 1}):
         x = torch.empty(rows, inputs, dtype=weight.compute)
-        yield f"linear R={rows}", _linear_launch(x, weight, torch.empty(rows, outputs))
+        yield f"linear R={rows}", _linear_launch(x, weight, torch.empty(rows, outputs), program)
     yield "embedding", _embedding_launch(torch.empty(1, dtype=torch.int32), weight, torch.empty(1, inputs))
 
 
