@@ -307,6 +307,9 @@ def test_scales_stay_as_small_as_they_came() -> None:
     assert prepared.min is not None
     assert prepared.scale.inner.dtype == torch.float16
     assert prepared.min.inner.dtype == torch.int8
+    assert prepared.min.outer is prepared.scale.inner
+    parts = (prepared.words, prepared.scale.inner, prepared.min.inner)
+    assert prepared.nbytes == sum(part.nbytes for part in parts), "the shared scale counts once"
     symmetric = prepare(WEIGHTS["int4 g64 symmetric"](), BF16, DEVICE)
     assert symmetric.min is None
 

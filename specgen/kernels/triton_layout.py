@@ -198,14 +198,12 @@ def _dense(weight: Dense, compute: torch.dtype, device: torch.device) -> TritonW
 def _int4(weight: GroupedInt4, compute: torch.dtype, device: torch.device) -> TritonWeight:
     base = _base(Kind.INT4, weight, weight.nibbles, weight.group, compute, device)
     symmetric = torch.equal(weight.min.float(), -8.0 * weight.scale.float())
-    low = None if symmetric else _grouped(weight.min, weight.group, base.tiles, device)
-    return replace(base, scale=_grouped(weight.scale, weight.group, base.tiles, device), min=low)
+    return _with_groups(base, weight.scale, None if symmetric else weight.min, weight.group)
 
 
 def _int8(weight: GroupedInt8, compute: torch.dtype, device: torch.device) -> TritonWeight:
     base = _base(Kind.INT8, weight, weight.q, weight.group, compute, device)
-    low = None if weight.min is None else _grouped(weight.min, weight.group, base.tiles, device)
-    return replace(base, scale=_grouped(weight.scale, weight.group, base.tiles, device), min=low)
+    return _with_groups(base, weight.scale, weight.min, weight.group)
 
 
 def _fp8(weight: Fp8, compute: torch.dtype, device: torch.device) -> TritonWeight:
@@ -223,7 +221,7 @@ def _code4(weight: Codebook4, compute: torch.dtype, device: torch.device) -> Tri
     base = _base(Kind.CODE4, weight, weight.nibbles, weight.group, compute, device)
     code = weight.code.to(device, torch.float32)
     both = torch.stack((code, code.to(compute).float()))
-    return replace(base, scale=_grouped(weight.scale, weight.group, base.tiles, device), code=both)
+    return replace(_with_groups(base, weight.scale, None, weight.group), code=both)
 
 
 def _base(
@@ -283,6 +281,21 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
     for index in range(values.shape[2]):
         word |= values[:, :, index].to(torch.int16) << (bits * index)
     return word
+
+
+def _with_groups(base: TritonWeight, scale: GroupValues, low: GroupValues | None, group: int) -> TritonWeight:
+    device = base.words.device
+    scales = _grouped(scale, group, base.tiles, device)
+    lows = None if low is None else _grouped(low, group, base.tiles, device)
+    outer = None if lows is None else lows.outer
+    if (
+        lows is not None
+        and outer is not None
+        and outer.dtype == scales.inner.dtype
+        and torch.equal(outer, scales.inner)
+    ):
+        lows = replace(lows, outer=scales.inner)  # the min is -zero · scale: one copy of the scale is kept and read
+    return replace(base, scale=scales, min=lows)
 
 
 def _grouped(values: GroupValues, group: int, tiles: Tiles, device: torch.device) -> Values:
