@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from specgen.cancel import Cancel
@@ -31,7 +31,7 @@ from specgen.sampling import Sampler
 from specgen.step import EagerRunner
 from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
 from specgen.tune.cost import CostTable
-from specgen.tune.cost_store import CostStore
+from specgen.tune.cost_store import CostStore, Learned
 from specgen.tune.skip_search import SkipChoice, SkipSearch
 from specgen.tune.skip_store import SkipStore
 
@@ -80,7 +80,7 @@ class Speculation:
     store: NgramStore | None = None
     costs: CostTable = field(default_factory=CostTable)
     drafting: Mapping[str, DraftCost] = field(default_factory=dict)  # as measured, by proposer
-    learned_ms: dict[int, float] = field(default_factory=dict)  # t(R) as the last answers found it
+    learned: Learned = field(default_factory=Learned)  # by the last answers
     _cost_store: CostStore | None = None
     _policies: dict[int, AutoGamma] = field(default_factory=dict)  # by width
     _earlier: dict[tuple[int, int], NgramIndex] = field(default_factory=dict)  # by (n_max, n_min)
@@ -101,9 +101,10 @@ class Speculation:
 
     def finish(self, committed: Sequence[int]) -> None:
         """An answer is complete: what it taught of t(R) is kept, and where that was asked for its text."""
-        if self.costs.known != self.learned_ms:
-            self.learned_ms = self.costs.known
-            self._keep_costs()
+        agreement = dict(self.learned.agreement)
+        for policy in self._policies.values():
+            agreement |= policy.agreement()
+        self._keep(Learned(self.costs.known, agreement))
         if self.store is not None:
             self.store.add(committed)
             self._earlier.clear()
@@ -115,17 +116,17 @@ class Speculation:
         self._policies.clear()
 
     def recall_costs(self, store: CostStore, measure: Callable[[], dict[int, float]]) -> None:
-        """Go on with the t(R) that earlier answers found; where there were none, `measure` it, which takes a moment."""
+        """Go on with what earlier answers found; where there were none, `measure` it, which takes a moment."""
         self._cost_store = store
-        self.learned_ms = store.load() or measure()
-        self._keep_costs()
-        self.use_costs(CostTable(known_ms=self.learned_ms))
+        self._keep(store.load() or Learned(measure()))
+        self.use_costs(CostTable(known_ms=self.learned.step_ms))
 
-    def _keep_costs(self) -> None:
-        if self._cost_store is None or not self.learned_ms:
+    def _keep(self, learned: Learned) -> None:
+        changed, self.learned = learned != self.learned, learned
+        if self._cost_store is None or not learned.step_ms or not changed:
             return
         try:
-            self._cost_store.save(self.learned_ms)
+            self._cost_store.save(learned)
         except SpecgenError:
             self._cost_store = None  # a full disk or a read-only folder: the next start measures again
 
@@ -157,7 +158,11 @@ class Speculation:
             found["model"] = DraftCost(self.draft.share, READ_SHARE * self.draft.share)
         if self._skip is not None:
             found["skip"] = DraftCost(draft_share(self.model, self._skip.skipped), agreement=self._skip.agreement)
-        return {name: self.drafting.get(name, guess) for name, guess in found.items()}
+        agreement = self.learned.agreement
+        return {
+            name: replace(self.drafting.get(name, guess), agreement=agreement.get(name, guess.agreement))
+            for name, guess in found.items()
+        }
 
     def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> AnyProposer:
         if name == "none":

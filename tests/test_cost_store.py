@@ -14,12 +14,13 @@ from tiny_session import tiny_file, tiny_session
 from specgen.options import RunOptions
 from specgen.speculation import Speculation
 from specgen.steptime import QUICK_ROWS, quick_costs
-from specgen.tune.cost_store import CostStore
+from specgen.tune.cost_store import CostStore, Learned
 from specgen.tune.plan import Scope
 
 SCOPE = Scope("ab" * 32, "a processor, 2 threads", "specgen 0")
 OTHER = Scope("ab" * 32, "a processor, 1 thread", "specgen 0")
 TABLE = {1: 4.0, 2: 4.5, 9: 13.25}
+LEARNED = Learned(TABLE, {"model": 0.25})
 
 
 @pytest.fixture
@@ -29,25 +30,27 @@ def store(tmp_path: Path) -> CostStore:
 
 def test_a_table_comes_back(store: CostStore, tmp_path: Path) -> None:
     assert store.load() is None
-    store.save(TABLE)
-    assert store.load() == TABLE
+    store.save(LEARNED)
+    assert store.load() == LEARNED
     assert CostStore(OTHER, tmp_path).load() is None
 
 
 def damaged() -> Iterator[object]:
-    good = {"schema": 1, "scope": asdict(SCOPE), "step_ms": {"1": 4.0}}
-    yield {**good, "schema": 2}
+    good = {"schema": 2, "scope": asdict(SCOPE), "step_ms": {"1": 4.0}, "agreement": {}}
+    yield {**good, "schema": 1}
     yield {**good, "scope": asdict(OTHER)}
     yield {**good, "more": 1}
     yield {key: value for key, value in good.items() if key != "scope"}
     for table in ([], {"0": 1.0}, {"1": -1.0}, {"1": "four"}, {"one": 1.0}, {"100000": 1.0}, {"1": None}, {"1": 1e300}):
         yield {**good, "step_ms": table}
+    for shares in ([], {"model": 1.5}, {"model": -0.1}, {"model": "half"}, {"skip": None}):
+        yield {**good, "agreement": shares}
     yield []
 
 
 @pytest.mark.parametrize("value", list(damaged()), ids=str)
 def test_a_damaged_file_is_no_table(store: CostStore, value: object) -> None:
-    store.save(TABLE)
+    store.save(LEARNED)
     store.path.write_text(json.dumps(value))
     assert store.load() is None
 
@@ -59,16 +62,32 @@ def measured_never() -> dict[int, float]:
 def test_answers_teach_and_the_next_session_begins_with_it(store: CostStore) -> None:
     first = speculation(draft_seed=None)
     first.recall_costs(store, lambda: dict(TABLE))
-    assert store.load() == TABLE
+    assert store.load() == Learned(TABLE)
     answer(first, RunOptions(proposer="ngram"))
     first.finish([1, 2, 3])
     kept = store.load()
     assert kept is not None
-    assert kept != TABLE
+    assert kept.step_ms != TABLE
     second = speculation(draft_seed=None)
     second.recall_costs(store, measured_never)
-    assert second.costs.known == pytest.approx(kept)
-    assert second.learned_ms == kept
+    assert second.costs.known == pytest.approx(kept.step_ms)
+    assert second.learned == kept
+
+
+def test_a_draft_that_was_worthless_is_not_read_into_the_next_prompt(store: CostStore) -> None:
+    options = RunOptions(proposer="model")
+    cheap = {1: 5.0, 2: 5.05, 3: 5.1, 5: 5.2, 9: 5.4, 17: 5.8}
+    first = speculation(draft_seed=5)
+    first.recall_costs(store, lambda: dict(cheap))
+    assert answer(first, options)[1].proposed, "without experience it is tried"
+    first.finish([1, 2, 3])
+    kept = store.load()
+    assert kept is not None
+    assert kept.agreement["model"] < 0.5
+    store.save(Learned(cheap, {"model": 0.02}))
+    second = speculation(draft_seed=5)
+    second.recall_costs(store, measured_never)
+    assert not answer(second, options)[1].proposed
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
@@ -96,6 +115,8 @@ def test_a_session_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tiny_file(tmp_path)
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     first = tiny_session(path)
-    assert CostStore(first.scope).load() == pytest.approx(first.speculation.learned_ms, abs=1e-5)
+    kept = CostStore(first.scope).load()
+    assert kept is not None
+    assert kept.step_ms == pytest.approx(first.speculation.learned.step_ms, abs=1e-5)
     monkeypatch.setattr("specgen.session.quick_costs", lambda *_: measured_never())
-    assert tiny_session(path).speculation.learned_ms == pytest.approx(first.speculation.learned_ms, abs=1e-5)
+    assert tiny_session(path).speculation.learned == kept

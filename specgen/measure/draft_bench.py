@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from specgen.measure.runs import Case, Run, SamplingChoice, make_cases, run_case
-from specgen.measure.timer import in_turns
+from specgen.measure.runs import Case, SamplingChoice, make_cases, run_case
 from specgen.measure.workloads import load_workloads
 from specgen.model.weights import ModelWeights
 from specgen.options import LoadOptions
@@ -50,7 +49,7 @@ class Row:
     kind: str
     setting: str
     tok_s: float  # median, decoding alone
-    against_plain: float  # median of the ratios to the plain run of the same turn
+    against_plain: float  # median of the ratios to the plain run beside it
     yield_tokens: float  # E[Y]
     survival: tuple[float, ...]  # s_1 … s_8
     same_text: bool
@@ -70,26 +69,31 @@ def prune(session: Session, kept: Sequence[int]) -> LoadedDraft:
 
 
 def measure(session: Session, case: Case, settings: Sequence[Setting], repeats: int) -> list[Row]:
-    """All settings in turns on one prompt."""
-    last: dict[str, Run] = {}
+    """All settings on one prompt, each beside a plain run of its own: the machine's pace changes within seconds."""
+    records: dict[Setting, RunRecord] = {}
+    speeds: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    ratios: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    same = dict.fromkeys(settings, True)
 
-    def task(setting: Setting) -> Callable[[], float]:
-        def run() -> float:
-            last[setting.label] = found = run_case(session, case, setting)
-            return tok_s(found.finished.record)
+    def run(setting: Setting) -> tuple[float, tuple[int, ...]]:
+        found = run_case(session, case, setting).finished
+        records[setting] = found.record
+        return tok_s(found.record), found.token_ids
 
-        return run
-
-    speeds = in_turns({setting.label: task(setting) for setting in settings}, repeats)
-    plain = speeds[PLAIN.label]
-    text = last[PLAIN.label].finished.token_ids
+    for number in range(repeats):
+        for setting in settings:
+            order = (PLAIN, setting) if number % 2 == 0 else (setting, PLAIN)
+            found = {one: run(one) for one in order}
+            (speed, text), (plain, plain_text) = found[setting], found[PLAIN]
+            speeds[setting].append(speed)
+            ratios[setting].append(speed / plain)
+            same[setting] &= text == plain_text
     rows = []
-    for label, values in speeds.items():
-        record = last[label].finished.record
-        ratios = [value / base for value, base in zip(values, plain, strict=True) if base]
+    for setting in settings:
+        record = records[setting]
         survival = tuple(round(share, 3) for share in record.survival()[:LEVELS])
-        same = last[label].finished.token_ids == text
-        rows.append(Row(case.kind, label, median(values), median(ratios), record.yield_tokens or 0.0, survival, same))
+        figures = median(speeds[setting]), median(ratios[setting]), record.yield_tokens or 0.0
+        rows.append(Row(case.kind, setting.label, *figures, survival, same[setting]))
     return rows
 
 

@@ -119,7 +119,7 @@ def run_case(
     if session.speculation.draft is not None:
         session.speculation.draft.reader.forget()
     known = costs or session.plans.costs
-    learned = CostTable(known_ms=session.speculation.learned_ms)
+    learned = CostTable(known_ms=session.speculation.learned.step_ms)
     if known is None:
         session.speculation.use_costs(learned)
     else:

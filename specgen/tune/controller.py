@@ -105,6 +105,11 @@ class AutoGamma:
         self._following = set()
         self._resting = {}
 
+    def agreement(self) -> dict[str, float]:
+        """How often each model that has drafted was right at its first place."""
+        drafted = [source for source in self._drafting if self.survival.drafts(all_of(source))]
+        return {source: self.survival.survival(all_of(source), 1)[0] for source in drafted}
+
     def limit(self, source: str = "") -> int:
         self._begin_cycle()
         if self._since_plain >= PLAIN_EVERY:

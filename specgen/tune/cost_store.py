@@ -1,4 +1,4 @@
-"""t(R) as the last answers of a model found it, kept for the next start.
+"""What the last answers of a model taught the controller, kept for the next start.
 
 Knows: the file. Does not know: who measured. `specgen tune` measures more exactly: where it was run, its costs are
 used.
@@ -9,21 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from specgen.errors import SpecgenError
-from specgen.options import MAX_GAMMA, MAX_TREE
+from specgen.options import MAX_GAMMA, MAX_TREE, ProposerName
 from specgen.paths import data_dir
 from specgen.tune.plan import Scope, read_json, write_json
 from specgen.tune.setting import checked_object
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_ROWS = 1 + MAX_GAMMA * MAX_TREE
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """t(R), and how often the models that draft were right."""
+
+    step_ms: Mapping[int, float] = field(default_factory=dict)  # by rows
+    agreement: Mapping[str, float] = field(default_factory=dict)  # 0 … 1, by proposer
+
+
 class CostStore:
-    """The table of one scope. A file that is damaged or another scope's is treated as none."""
+    """What was learned in one scope. A file that is damaged or another scope's is treated as none."""
 
     def __init__(self, scope: Scope, folder: Path | None = None) -> None:
         self._scope = scope
@@ -31,28 +40,38 @@ class CostStore:
         # Not *.json: the folder's JSON files are plans.
         self.path = (folder or data_dir() / "plans") / f"{name}.costs"
 
-    def load(self) -> dict[int, float] | None:
-        """rows → milliseconds, or None."""
+    def load(self) -> Learned | None:
         if not self.path.exists():
             return None
         try:
-            known = checked_object(read_json(self.path), ["schema", "scope", "step_ms"], "a cost table")
+            known = checked_object(read_json(self.path), ["schema", "scope", "step_ms", "agreement"], "a cost table")
             if known["schema"] != SCHEMA or known["scope"] != asdict(self._scope):
                 return None
-            return _table(known["step_ms"])
-        except (SpecgenError, TypeError, ValueError, AttributeError):
+            return Learned(_table(known["step_ms"]), _shares(known["agreement"]))
+        except (SpecgenError, TypeError, ValueError):
             return None
 
-    def save(self, known_ms: Mapping[int, float]) -> None:
+    def save(self, learned: Learned) -> None:
         """SpecgenError when it cannot be written."""
-        table = {str(rows): round(ms, 6) for rows, ms in known_ms.items()}
-        write_json(self.path, {"schema": SCHEMA, "scope": asdict(self._scope), "step_ms": table})
+        table = {str(rows): round(ms, 6) for rows, ms in learned.step_ms.items()}
+        shares = {name: round(share, 6) for name, share in learned.agreement.items()}
+        known = {"schema": SCHEMA, "scope": asdict(self._scope), "step_ms": table, "agreement": shares}
+        write_json(self.path, known)
 
 
 def _table(value: object) -> dict[int, float]:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         raise ValueError("not a table")
     table = {int(rows): float(ms) for rows, ms in value.items()}
     if not all(1 <= rows <= MOST_ROWS and 0.0 < ms < 1e9 for rows, ms in table.items()):
         raise ValueError("not a cost table")
     return table
+
+
+def _shares(value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise ValueError("not a table")
+    shares = {name: float(share) for name, share in value.items() if name in get_args(ProposerName)}
+    if not all(0.0 <= share <= 1.0 for share in shares.values()):
+        raise ValueError("not shares")
+    return shares

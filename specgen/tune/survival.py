@@ -22,8 +22,8 @@ ALL = -1
 OVERALL = 0.6
 """Acceptance of a first position, for a proposer that has not drafted yet."""
 FIRST = (0.3, 0.35, 0.5, 0.72, 0.84, 0.95)
-"""The same by bucket, 0 being drafts that say nothing of themselves. Lookups with matches of 2, 4, 8, 16 tokens were right for 0.51, 0.79, 0.87,
-0.98 of all places on the shipped workloads; other models repeat themselves less."""
+"""The same by bucket, 0 being drafts that say nothing of themselves. Lookups with matches of 2, 4, 8, 16 tokens were
+right for 0.51, 0.79, 0.87, 0.98 of all places on the shipped workloads; other models repeat themselves less."""
 LATER, MOST = 0.15, 0.97
 """A later position is reached by drafts that were right so far: by so much it is better, but never above MOST."""
 CONFIDENCE_BOUNDS = (0.3, 0.6, 0.85, 0.97)
