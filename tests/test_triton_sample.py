@@ -146,7 +146,7 @@ def spread_logits(rows: int) -> Tensor:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_samples_are_those_of_the_definition(cut: Truncation) -> None:
-    assert_samples(on_device, spread_logits(8), cut, seed=2**40 + 3)
+    assert_samples(on_device, spread_logits(4), cut, seed=2**40 + 3)
 
 
 def test_the_check_of_samples_sees_other_noise_and_other_cuts() -> None:

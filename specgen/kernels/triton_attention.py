@@ -330,7 +330,8 @@ def _launches(
 ) -> list[Launch]:
     rows, heads, size = q.shape
     kv_heads = len(layer.k)
-    assert q.stride()[1:] == (size, 1)
+    for part in (q, layer.k, layer.v):
+        assert part.stride()[1:] == (size, 1)
     assert heads % kv_heads == 0
     assert rows <= attend.width
     k_scale = layer.k if layer.k_scale is None else layer.k_scale  # not read when there are no scales

@@ -246,7 +246,7 @@ def _rope_write_launch(
     rows, heads, size = q.shape
     kv_heads = k.shape[1]
     assert rows <= attend.width
-    for part in qkv:
+    for part in (*qkv, layer.k, layer.v):
         assert part.stride()[1:] == (size, 1)
     k_scale = layer.k if layer.k_scale is None else layer.k_scale  # not touched when there are no scales
     v_scale = layer.v if layer.v_scale is None else layer.v_scale
