@@ -25,6 +25,7 @@ from specgen.engine import Answer, Cycle, Engine
 from specgen.events import FinishReason
 from specgen.fused import build_cycles
 from specgen.graph import Graphs, build_runner, device_graphs
+from specgen.kernels.device import DeviceKernels
 from specgen.measure.random_weights import Packing, random_weights
 from specgen.measure.roofline import bandwidth_of, weight_bytes
 from specgen.measure.runs import Report, silent
@@ -204,6 +205,7 @@ class Rig:
 
     def linears(self, repeats: int) -> list[LinearSpeed]:
         kernels = self.model.kernels
+        dtype = kernels.ops.compute if isinstance(kernels, DeviceKernels) else torch.float32  # as they come in a step
         groups: dict[tuple[str, int, int], list[object]] = {}
         for role, linear in self.model.linears():
             groups.setdefault((role, *linear.shape), []).append(linear)
@@ -212,7 +214,7 @@ class Rig:
             nbytes = sum(int(getattr(linear, "nbytes", 0)) for linear in linears)
             tasks = {}
             for rows in LINEAR_ROWS:
-                x = torch.randn(rows, inputs, device=kernels.device)
+                x = torch.randn(rows, inputs, device=kernels.device).to(dtype)
                 tasks[str(rows)] = self._timer.task(
                     lambda x=x, linears=linears: [kernels.linear(x, linear) for linear in linears]  # type: ignore[misc]
                 )
