@@ -10,7 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,50 +62,41 @@ class Start:
     target_start: int
 
 
-class _Place:
-    """Slices of one vector, taken one after another."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self._rest = vector
-
-    def take(self, count: int) -> Tensor:
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
-
-    def attend(self, width: int) -> DeviceAttend:
-        return DeviceAttend.over(self.take(2 + width + width * width), width)
-
-
 class CycleInputs:
     """All that a cycle of γ takes from the host, in one vector: it is known before the cycle begins, but for tokens."""
 
     def __init__(self, gamma: int, device: torch.device) -> None:
         self.gamma = gamma
-        rows = 1 + gamma
-        catch = 2 + CATCH_ROWS + CATCH_ROWS**2
-        self._staging = Staging(CATCH_ROWS + catch + 1 + 4 * (gamma - 1) + 1 + 2 + rows + rows * rows, device)
-        place = _Place(self._staging.device)
-        self.catch_tokens = place.take(CATCH_ROWS)
-        self.catch = place.attend(CATCH_ROWS)
-        self.catch_last = place.take(1)  # the row of the pending token
-        self.steps = [place.attend(1) for _ in range(gamma - 1)]  # the draft's, behind the catching up
-        self.pending = place.take(1)
-        self.target = place.attend(rows)
+        widths = [CATCH_ROWS, *[1] * (gamma - 1), 1 + gamma]
+        places = [2 + width + width * width for width in widths]
+        self._staging = Staging(CATCH_ROWS + 2 + sum(places), device)
+        # First the tokens and the row of the pending one, then the place of each step, one behind the other.
+        self.catch_tokens, self.catch_last, self.pending, rest = torch.split(
+            self._staging.device, [CATCH_ROWS, 1, 1, sum(places)]
+        )
+        parts = zip(torch.split(rest, places), widths, strict=True)
+        self.catch, *self.steps, self.target = [DeviceAttend.over(part, width) for part, width in parts]
+        self._place(widths, places)
+
+    def _place(self, widths: Sequence[int], sizes: Sequence[int]) -> None:
+        """Write what never changes, and note where the rest stands: of each place the start and the positions, of the
+        first the number of rows too."""
+        host = self._staging.host()
+        ends = list(accumulate(sizes, initial=CATCH_ROWS + 2))
+        changing = [*range(CATCH_ROWS + 2), ends[0] + 1]
+        for begin, end, width in zip(ends, ends[1:], widths, strict=False):
+            host[begin:end] = pack_attend(Attend.chain(0, width), width).numpy()
+            changing += [begin, *range(begin + 2, begin + 2 + width)]
+        self._changing = np.array(changing)
 
     def write(self, start: Start) -> None:
-        count, gamma = len(start.unread), self.gamma
-        pads = [0] * (CATCH_ROWS - count)
-        catch = pack_attend(Attend.chain(start.draft_start, count), CATCH_ROWS)
-        first = start.draft_start + count
-        steps = [number for slot in range(first, first + gamma - 1) for number in (slot, 1, slot, 0)]
-        target = pack_attend(Attend.chain(start.target_start, 1 + gamma), 1 + gamma)
-        middle = [count - 1, *steps, start.unread[-1]]
-        parts = (_vector([*start.unread, *pads]), catch, _vector(middle), target)
-        self._staging.send(torch.cat(parts))
-
-
-def _vector(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+        count, begin = len(start.unread), start.draft_start
+        tokens = [*start.unread, *[0] * (CATCH_ROWS - count), count - 1, start.unread[-1]]
+        catch = [begin, begin, *range(begin + 1, begin + count), *[begin] * (CATCH_ROWS - count)]
+        steps = [slot for level in range(self.gamma - 1) for slot in [begin + count + level] * 2]
+        target = [start.target_start, *range(start.target_start, start.target_start + self.gamma + 1)]
+        self._staging.host()[self._changing] = [*tokens, count, *catch, *steps, *target]
+        self._staging.send()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
 from specgen.sampling import Drawing
 from specgen.step import EagerRunner, StepOut, StepRunner
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 """Rows of recorded steps: 1 + γ for powers of two. Each keeps its logits, so wider ones are launched op by op."""
@@ -132,16 +136,19 @@ class Staging:
     """An int32 vector on the device that one copy from the host fills."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.device = torch.zeros(size, dtype=torch.int32, device=device)
         on_card = device.type == "cuda"
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_card)
+        self._numbers = self._host.numpy()  # assigning to it takes a fraction of what a tensor takes
         self._copied = _new_event() if on_card else None
 
-    def send(self, values: Tensor) -> None:
-        """values (size,) int32 on the host."""
+    def host(self) -> NDArray[np.int32]:
+        """(size,) what is sent next."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still be reading; after a read-back it never is
-        self._host.copy_(values)
+            self._copied.synchronize()  # the last copy may still read it; after a read-back it never does
+        return self._numbers
+
+    def send(self) -> None:
         self.device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -155,10 +162,20 @@ class StepInputs:
         self._staging = Staging(width + 2 + width + width * width, device)
         self.tokens = self._staging.device[:width]
         self.attend = DeviceAttend.over(self._staging.device[width:], width)
+        self._path_of: tuple[int, ...] | None = None  # parents of the tree whose paths are there; () a chain
 
     def write(self, tokens: Sequence[int], attend: Attend) -> None:
-        ids = torch.tensor([*tokens, *[0] * (self.width - len(tokens))], dtype=torch.int32)
-        self._staging.send(torch.cat((ids, pack_attend(attend, self.width))))
+        host, width, rows = self._staging.host(), self.width, len(tokens)
+        place = host[width:]
+        host[:rows] = tokens
+        place[:2] = attend.start, rows
+        place[2 : 2 + rows] = attend.positions
+        place[2 + rows : 2 + width] = attend.start
+        shape = () if attend.is_chain else attend.parents
+        if shape != self._path_of:
+            place[2 + width :] = pack_attend(attend, width)[2 + width :].numpy()
+            self._path_of = shape
+        self._staging.send()
 
 
 class DrawSettings:
@@ -240,21 +257,21 @@ class GraphRunner:
 
     def draw_with(self, drawing: Drawing | None) -> None:
         use_device(self.model.device)  # an answer may be decoded in a thread of its own
-        self._draws = drawing is not None and self._can_draw(drawing)
-        if self._draws and drawing is not None and self.settings is not None:
-            self._ranked = is_ranked(drawing.cut)
-            self.settings.write(drawing)
-
-    def _can_draw(self, drawing: Drawing) -> bool:
-        """Records what the first answer with top-k or top-p needs."""
-        if self.settings is None or drawing.vocab != self.settings.vocab:
-            return False
+        self._draws = False
+        if drawing is None or self.settings is None or drawing.vocab != self.settings.vocab:
+            return
+        self.settings.write(drawing)  # recorded cycles read it too
         ranked = is_ranked(drawing.cut)
+        if self._has_recorded(ranked):
+            self._draws, self._ranked = True, ranked
+
+    def _has_recorded(self, ranked: bool) -> bool:
+        """The first answer with top-k or top-p has its steps recorded; where that fails, the sampler draws."""
         if ranked not in self._steps:
             try:
                 self._steps[ranked] = self._record_all(ranked)
             except RuntimeError:
-                return False  # the sampler draws what the device does not
+                return False
         return True
 
     def step(self, tokens: Sequence[int], parents: Sequence[int], cache: KVCache) -> StepOut:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specgen.kernels.base import Attend, DeviceAttend, KVLayer, Noise, Truncation
 from specgen.kernels.device import DeviceKernels
-from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, is_ranked
+from specgen.kernels.device_sampling import DeviceCut, DeviceNoise
 from specgen.kernels.reference import ReferenceKernels
 from specgen.model.device import DeviceDecoder
 from specgen.model.spec import ModelSpec
@@ -109,8 +109,8 @@ class ReferenceOps:
     def gumbel_argmax(self, logits: Tensor, cut: DeviceCut, noise: DeviceNoise, vocab: int) -> Tensor:
         temperature, top_k, top_p, min_p = (float(value) for value in cut.values)
         low, high, purpose = (int(value) for value in noise.key)
-        settings = Truncation(temperature, int(top_k), top_p, min_p)
-        assert cut.ranked or not is_ranked(settings)
+        ranking = (int(top_k), top_p) if cut.ranked else (0, 1.0)  # without the searches these are not heard
+        settings = Truncation(temperature, *ranking, min_p)
         drawn = [
             self.host.gumbel_argmax(row[:vocab], settings, Noise(low | high << 32, int(position) + 1, purpose))
             for row, position in zip(logits, noise.positions, strict=True)

@@ -22,7 +22,7 @@ from specgen.cache import KVCache
 from specgen.draft import Draft
 from specgen.engine import Answer, Cancel, Engine
 from specgen.graph import GraphRunner, StepInputs, build_runner
-from specgen.kernels.base import Attend, pack_attend
+from specgen.kernels.base import Attend
 from specgen.kernels.device import DeviceKernels
 from specgen.kernels.device_sampling import DeviceNoise
 from specgen.kernels.reference import ReferenceKernels
@@ -142,23 +142,33 @@ def test_the_model_that_is_recorded_is_the_reference() -> None:
 # Mutants
 
 
+WRITE = StepInputs.write
+
+
 def baked_in_place(self: StepInputs, tokens: Sequence[int], attend: Attend) -> None:
-    """Only the tokens reach the device: the step stays where it was recorded first."""
-    packed = self._staging.device[self.width :]
-    place = pack_attend(attend, self.width) if int(packed[1]) == 0 else packed.clone()
-    ids = torch.tensor([*tokens, *[0] * (self.width - len(tokens))], dtype=torch.int32)
-    self._staging.send(torch.cat((ids, place)))
+    """Only the tokens reach the device: the step stays where it was first."""
+    before = self.attend.packed.clone()
+    WRITE(self, tokens, attend)
+    if int(before[1]):
+        self.attend.packed.copy_(before)
 
 
-def rows_of_padding(attend: Attend, width: int) -> Tensor:
+def forgotten_tree(self: StepInputs, tokens: Sequence[int], attend: Attend) -> None:
+    """A tree's paths are those of the chain before it."""
+    if not attend.is_chain:
+        self._path_of = attend.parents
+    WRITE(self, tokens, attend)
+
+
+def rows_of_padding(self: StepInputs, tokens: Sequence[int], attend: Attend) -> None:
     """All rows of the step are called real."""
-    packed = pack_attend(attend, width)
-    packed[1] = width
-    return packed
+    WRITE(self, tokens, attend)
+    self.attend.rows.fill_(self.width)
 
 
-def test_a_place_that_is_baked_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepInputs, "write", baked_in_place)
+@pytest.mark.parametrize("mutant", [baked_in_place, forgotten_tree])
+def test_a_place_that_is_baked_in_is_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepInputs, "write", mutant)
     assert not replays_as_it_runs(device_decoder())
 
 
@@ -173,7 +183,7 @@ def test_padding_that_writes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = model.new_cache(32)
     runner = GraphRunner(model, cache, TapeGraphs(), None, WIDTHS)
     assert slots_behind(cache, runner)
-    monkeypatch.setattr(graph, "pack_attend", rows_of_padding)
+    monkeypatch.setattr(StepInputs, "write", rows_of_padding)
     assert not slots_behind(cache, runner)
 
 

@@ -1,5 +1,5 @@
-"""What only a card can show of recorded steps: `pytest -m cuda`. The same checks run on every machine, in test_graph and
-test_fused, with recordings that are played by the processor."""
+"""What only a card can show of recorded steps: `pytest -m cuda`. The same checks run on every machine, in test_graph
+and test_fused, with recordings that are played by the processor."""
 
 from __future__ import annotations
 
