@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable
 SOON, FIRST, MOST = 3, 12, 192
 """A refused kind is tried again after FIRST refusals, then after twice as many, … at most MOST; SOON after a probe that
 was accepted."""
+LATER = 8
+"""A probe that costs more than was saved up is thought of again after so many refusals."""
 SHARE = 0.01
 """Of the time spent decoding, what lost probes may take. A probe that is known to cost more than was saved up waits,
 and so does the next one after a probe that did."""
@@ -27,7 +29,10 @@ class ProbeSchedule:
         asked for only when it matters)."""
         self._refused[kind] = self._refused.get(kind, 0) + 1
         patience = self._patience.setdefault(kind, FIRST)
-        if self._refused[kind] < patience or self._saved_ms < cost_ms():
+        if self._refused[kind] < patience:
+            return False
+        if self._saved_ms < cost_ms():
+            self._refused[kind] = patience - LATER  # it is not asked again in every cycle
             return False
         self._refused[kind] = 0
         self._patience[kind] = min(MOST, 2 * patience)
