@@ -50,7 +50,7 @@ def test_the_table_ranks_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plans = ()
 
     class Plan:
-        temperature, setting = "greedy", SLOW
+        temperature, context, setting = "greedy", "short", SLOW
 
     Plans.plans = (Plan(),)  # type: ignore[assignment]
     monkeypatch.setattr(session, "plans", Plans)

@@ -75,7 +75,14 @@ def show(sweep: Sweep, session: Session, most: int) -> Iterator[str]:
         rows = sweep.table(temperature)
         if not rows:
             continue
-        tuned = next((plan.setting for plan in session.plans.plans if plan.temperature == temperature), None)
+        tuned = next(
+            (
+                plan.setting
+                for plan in session.plans.plans
+                if (plan.temperature, plan.context) == (temperature, "short")
+            ),
+            None,
+        )
         best = rows[0][1].middle
         yield f"{temperature}: {len(rows)} settings, speed over plain decoding (range of the noise), worst kind"
         for rank, (setting, speed, (kind, ratio)) in enumerate(rows, start=1):
