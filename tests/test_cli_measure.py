@@ -312,3 +312,20 @@ def test_a_closed_pipe_ends_quietly(specgen: Commands) -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 141
+
+
+@pytest.mark.parametrize("command", [("bench", *QUICK_BENCH), ("verify", "--count", "1", "-n", "8")])
+def test_nothing_is_measured_with_its_own_earlier_answers(
+    specgen: Commands, folders: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(verify_module, "DRAWS", 50)
+    (folders / "config").mkdir()
+    (folders / "config" / "config.toml").write_text("ngram_store = true\n")
+    result = specgen(*command)
+    told(result, 0, "measured without the n-gram store")
+    assert not (folders / "data" / "ngrams").exists()
+
+
+@pytest.mark.parametrize("command", ["bench", "profile", "tune", "verify"])
+def test_how_to_quantise_no_draft_is_refused(specgen: Commands, command: str) -> None:
+    told(specgen(command, "--draft-quant", "int4"), 2, "--draft-quant needs a draft model", "--draft NAME|PATH")

@@ -24,8 +24,8 @@ from specgen.cli.measure_flags import (
     chosen_setting,
     chosen_workloads,
     fitting_cases,
+    measured_session,
 )
-from specgen.cli.run import find_draft, find_model, load_options, load_session
 from specgen.errors import ExitCode, SpecgenError, UsageError
 from specgen.options import check_range
 
@@ -84,8 +84,7 @@ def bench(
     chosen = chosen_setting(setting)
     loads = chosen_workloads(texts, flags.per_kind)
     console.answer()
-    ref = find_model(model)
-    session = load_session(console, ref, load_options(model), find_draft(model, ref))
+    session = measured_session(console, model)
     from specgen.measure.bench import Bench
 
     cases = fitting_cases(console, session, loads, texts, flags.max_tokens)

@@ -5,7 +5,7 @@ Knows: names and help lines. Does not know: how anything is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from specgen.cli.console import Console
+from specgen.cli.flags import ModelFlags
+from specgen.cli.run import check_draft, find_draft, find_model, load_options, load_session
 from specgen.config import ColorName
 from specgen.errors import UsageError
-from specgen.options import MAX_GAMMA, ProposerName, check_choice, check_range
+from specgen.options import MAX_GAMMA, ProposerName, RunOptions, check_choice, check_range
 
 if TYPE_CHECKING:
     from specgen.measure.runs import Case
@@ -77,6 +79,17 @@ def apply_report_flags(console: Console, flags: ReportFlags) -> None:
     console.color = flags.color  # type: ignore[assignment]
     console.quiet = flags.quiet
     console.debug = console.debug or flags.debug
+
+
+def measured_session(console: Console, flags: ModelFlags) -> Session:
+    """The model that is measured, without the store of earlier texts: every prompt is answered several times, and the
+    second answer would be looked up in the first."""
+    ref = find_model(flags)
+    draft, options = find_draft(flags, ref), load_options(flags)
+    check_draft(RunOptions(), draft, options)
+    if options.ngram_store:
+        console.note("measured without the n-gram store: repeated answers would be found in it")
+    return load_session(console, ref, replace(options, ngram_store=False), draft)
 
 
 def chosen_setting(flags: SettingFlags) -> Setting | None:

@@ -15,10 +15,16 @@ import typer
 from specgen.cli.charts import Column, bars, columns_of, print_json, print_lines, progress_bar, table
 from specgen.cli.console import Console
 from specgen.cli.flags import ModelFlags
-from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads, fitting_cases
+from specgen.cli.measure_flags import (
+    ReportFlags,
+    WorkloadFlags,
+    apply_report_flags,
+    chosen_workloads,
+    fitting_cases,
+    measured_session,
+)
 from specgen.cli.outfile import OutFile
 from specgen.cli.plot import draw, plot_format
-from specgen.cli.run import find_draft, find_model, load_options, load_session
 from specgen.errors import ExitCode, UsageError
 from specgen.options import check_range
 
@@ -70,8 +76,7 @@ def profile(
     contexts = _contexts(flags.contexts)
     loads = _with_hard_kind(chosen_workloads(texts, flags.per_kind), texts)
     console.answer()
-    ref = find_model(model)
-    session = load_session(console, ref, load_options(model), find_draft(model, ref))
+    session = measured_session(console, model)
     from specgen.measure.profile import Profiler
 
     cases = fitting_cases(console, session, loads, texts, flags.max_tokens)

@@ -15,8 +15,8 @@ import typer
 from specgen.cli.charts import Column, columns_of, print_json, print_lines, progress_bar, table
 from specgen.cli.console import Console
 from specgen.cli.flags import ModelFlags
-from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads
-from specgen.cli.run import find_draft, find_model, load_options, load_session
+from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads, measured_session
+from specgen.cli.run import find_model
 from specgen.errors import ExitCode, SpecgenError, UsageError
 from specgen.options import check_choice, check_range
 
@@ -78,8 +78,7 @@ def tune(context: typer.Context, model: ModelFlags, texts: WorkloadFlags, flags:
         return _forget(console, ref)
     if flags.export is not None:
         return _export(console, ref, flags.export)
-    session = load_session(console, ref, load_options(model), find_draft(model, ref))
-    return _tune(console, session, texts, flags, json=report.json)
+    return _tune(console, measured_session(console, model), texts, flags, json=report.json)
 
 
 def _check(flags: TuneFlags) -> None:

@@ -14,8 +14,14 @@ import typer
 from specgen.cli.charts import print_json, print_lines, progress_bar
 from specgen.cli.console import Console
 from specgen.cli.flags import ModelFlags
-from specgen.cli.measure_flags import ReportFlags, WorkloadFlags, apply_report_flags, chosen_workloads, fitting_cases
-from specgen.cli.run import find_draft, find_model, load_options, load_session
+from specgen.cli.measure_flags import (
+    ReportFlags,
+    WorkloadFlags,
+    apply_report_flags,
+    chosen_workloads,
+    fitting_cases,
+    measured_session,
+)
 from specgen.errors import ExitCode
 from specgen.options import check_range
 
@@ -49,8 +55,7 @@ def verify(
     check_range("--max-tokens", flags.max_tokens, 2, 1_000_000)
     loads = chosen_workloads(texts)[: flags.count]
     console.answer()
-    ref = find_model(model)
-    session = load_session(console, ref, load_options(model), find_draft(model, ref))
+    session = measured_session(console, model)
     from specgen.measure.verify import promise
     from specgen.measure.verify import verify as all_claims
 
