@@ -103,7 +103,7 @@ class Speculation:
         """An answer is complete: what it taught of t(R) is kept, and where that was asked for its text."""
         agreement = dict(self.learned.agreement)
         for policy in self._policies.values():
-            agreement |= policy.agreement()
+            agreement |= {self._drafter(name): share for name, share in policy.agreement().items()}
         self._keep(Learned(self.costs.known, agreement))
         if self.store is not None:
             self.store.add(committed)
@@ -160,9 +160,17 @@ class Speculation:
             found["skip"] = DraftCost(draft_share(self.model, self._skip.skipped), agreement=self._skip.agreement)
         agreement = self.learned.agreement
         return {
-            name: replace(self.drafting.get(name, guess), agreement=agreement.get(name, guess.agreement))
+            name: replace(self.drafting.get(name, guess), agreement=agreement.get(self._drafter(name), guess.agreement))
             for name, guess in found.items()
         }
+
+    def _drafter(self, name: str) -> str:
+        """Which model drafts for that proposer: what one taught does not hold for another."""
+        if name == "model":
+            assert self.draft is not None
+            return f"{name} {self.draft.digest}"
+        assert self._skip is not None
+        return f"{name} {sorted(self._skip.skipped)}"
 
     def _proposer(self, name: str, options: RunOptions, sampler: Sampler, policy: GammaPolicy) -> AnyProposer:
         if name == "none":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,14 @@ from specgen.speculation import Speculation
 from specgen.steptime import QUICK_ROWS, quick_costs
 from specgen.tune.cost_store import CostStore, Learned
 from specgen.tune.plan import Scope
+from specgen.tune.skip_search import SkipChoice
 
 SCOPE = Scope("ab" * 32, "a processor, 2 threads", "specgen 0")
 OTHER = Scope("ab" * 32, "a processor, 1 thread", "specgen 0")
 TABLE = {1: 4.0, 2: 4.5, 9: 13.25}
-LEARNED = Learned(TABLE, {"model": 0.25})
+DRAFT = f"model {'cd' * 32}"
+"""The draft model of `speculation`."""
+LEARNED = Learned(TABLE, {DRAFT: 0.25})
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def test_a_table_comes_back(store: CostStore, tmp_path: Path) -> None:
 
 
 def damaged() -> Iterator[object]:
-    good = {"schema": 2, "scope": asdict(SCOPE), "step_ms": {"1": 4.0}, "agreement": {}}
+    good = {"schema": 3, "scope": asdict(SCOPE), "step_ms": {"1": 4.0}, "agreement": {}}
     yield {**good, "schema": 1}
     yield {**good, "scope": asdict(OTHER)}
     yield {**good, "more": 1}
@@ -83,11 +86,38 @@ def test_a_draft_that_was_worthless_is_not_read_into_the_next_prompt(store: Cost
     first.finish([1, 2, 3])
     kept = store.load()
     assert kept is not None
-    assert kept.agreement["model"] < 0.5
-    store.save(Learned(cheap, {"model": 0.02}))
+    assert kept.agreement[DRAFT] < 0.5
+    store.save(Learned(cheap, {DRAFT: 0.02}))
     second = speculation(draft_seed=5)
     second.recall_costs(store, measured_never)
     assert not answer(second, options)[1].proposed
+    other = speculation(draft_seed=5)
+    assert other.draft is not None
+    other.draft = replace(other.draft, digest="ef" * 32)
+    other.recall_costs(store, measured_never)
+    assert answer(other, options)[1].proposed, "another draft model is not judged by it"
+    other.finish([1, 2, 3])
+    both = store.load()
+    assert both is not None
+    assert both.agreement.keys() == {DRAFT, f"model {'ef' * 32}"}
+
+
+def test_what_one_skip_set_taught_is_not_held_against_the_next(
+    store: CostStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
+    made = speculation(draft_seed=None)
+    made.recall_costs(store, lambda: {1: 5.0, 2: 5.05, 3: 5.1, 5: 5.2, 9: 5.4, 17: 5.8})
+    options = RunOptions(proposer="skip")
+    made.use_skips(SkipChoice(frozenset({("mlp", 1)}), 0.9, 1.0, 0))
+    assert answer(made, options)[1].proposed
+    made.finish([1, 2, 3])
+    (first,) = made.learned.agreement
+    made.use_skips(SkipChoice(frozenset({("mlp", 0)}), 0.9, 1.0, 0))
+    answer(made, options)
+    made.finish([1, 2, 3])
+    assert len(made.learned.agreement) == 2
+    assert first in made.learned.agreement
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from specgen.paths import data_dir
 from specgen.tune.plan import Scope, read_json, write_json
 from specgen.tune.setting import checked_object
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_ROWS = 1 + MAX_GAMMA * MAX_TREE
 
 
@@ -28,7 +28,7 @@ class Learned:
     """t(R), and how often the models that draft were right."""
 
     step_ms: Mapping[int, float] = field(default_factory=dict)  # by rows
-    agreement: Mapping[str, float] = field(default_factory=dict)  # 0 … 1, by proposer
+    agreement: Mapping[str, float] = field(default_factory=dict)  # 0 … 1, by what drafted: "proposer which"
 
 
 class CostStore:
@@ -71,7 +71,8 @@ def _table(value: object) -> dict[int, float]:
 def _shares(value: object) -> dict[str, float]:
     if not isinstance(value, dict):
         raise ValueError("not a table")
-    shares = {name: float(share) for name, share in value.items() if name in get_args(ProposerName)}
+    known = get_args(ProposerName)
+    shares = {name: float(share) for name, share in value.items() if name.partition(" ")[0] in known}
     if not all(0.0 <= share <= 1.0 for share in shares.values()):
         raise ValueError("not shares")
     return shares
