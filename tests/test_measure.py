@@ -12,6 +12,7 @@ from tiny_session import CONTEXT, COPY, tiny_cases, tiny_file, tiny_loads, tiny_
 
 from specgen.cli.profile import ProfileFlags, _sweep
 from specgen.errors import ContextFullError, UsageError
+from specgen.measure import calibrate as calibrate_module
 from specgen.measure import recording as recording_module
 from specgen.measure import tuner as tuner_module
 from specgen.measure.bench import Bench
@@ -145,6 +146,17 @@ def test_calibration_leaves_an_empty_cache(session: Session) -> None:
     assert {rows: len(values) for rows, values in times[128].items()} == {1: 3, 2: 3, 5: 3}
     assert all(ms > 0 for ms in medians(times)[128].values())
     assert (session.engine.cache.length, session.engine.committed) == (0, [])
+
+
+def test_calibration_takes_turns_over_contexts_too(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = iter([1.0] * 12 + [50.0] * 4 + [1.0] * 4)  # warm-up and three rounds; then a busy moment, as long as a round
+
+    def step_task(engine, rows, vocab):
+        return lambda: next(pace) * (rows + engine.cache.length / 100)
+
+    monkeypatch.setattr(calibrate_module, "step_task", step_task)
+    found = medians(calibrate(session, (100, 50), repeats=4, rows=(1, 2)))
+    assert found == {100: {1: 2.0, 2: 3.0}, 50: {1: 1.5, 2: 2.5}}
 
 
 def test_contexts_for_a_small_cache() -> None:

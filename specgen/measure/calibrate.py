@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from specgen.measure.runs import Report, silent
-from specgen.measure.timer import in_turns
+from specgen.measure.timer import Task, in_turns
 from specgen.options import MAX_GAMMA, NgramOptions
 from specgen.propose.ngram import NgramProposer
 from specgen.records import RunRecord
@@ -20,6 +19,7 @@ from specgen.tune.predict import ProposeMs
 from specgen.tune.replay import Trace
 
 if TYPE_CHECKING:
+    from specgen.cache import KVCache
     from specgen.session import Session
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 17)
@@ -35,22 +35,35 @@ def contexts_for(capacity: int) -> list[int]:
 
 
 def calibrate(
-    session: Session, contexts: Sequence[int], repeats: int, rows: Sequence[int] = ROWS, report: Report = silent
+    session: Session, contexts: Sequence[int], repeats: int, rows: Sequence[int] = ROWS
 ) -> dict[int, dict[int, list[float]]]:
-    """context → rows → milliseconds of each of `repeats` steps, all row counts in turns."""
-    engine = session.engine
+    """context → rows → milliseconds of each of `repeats` steps. All row counts after all contexts take turns: they are
+    compared with each other, and a minute may be slower than the next."""
+    engine, vocab = session.engine, session.loaded.spec.vocab
     fitting = [count for count in rows if count <= engine.runner.widths[-1] and count < engine.cache.capacity]
-    found: dict[int, dict[int, list[float]]] = {}
+    places = {f"{count} after {context}": (context, count) for context in contexts for count in fitting}
+    steps = {count: step_task(engine, count, vocab) for count in fitting}
     try:
-        for number, context in enumerate(contexts):
-            report(number, len(contexts), f"steps after {context} tokens")
-            fill_cache(engine, context, session.loaded.spec.vocab)
-            tasks = {str(count): step_task(engine, count, session.loaded.spec.vocab) for count in fitting}
-            in_turns(tasks, 1)  # warm-up
-            found[context] = {int(name): times for name, times in in_turns(tasks, repeats).items()}
+        fill_cache(engine, max(contexts), vocab)
+        tasks = {name: _after(engine.cache, context, steps[count]) for name, (context, count) in places.items()}
+        in_turns(tasks, 1)  # warm-up
+        times = in_turns(tasks, repeats)
     finally:
         engine.rewind(0)
-    return found
+    return {context: {count: times[f"{count} after {context}"] for count in fitting} for context in contexts}
+
+
+def _after(cache: KVCache, context: int, step: Task) -> Task:
+    """`step` after the first `context` slots that were filled; the others are left as they are."""
+
+    def task() -> float:
+        cache.rollback(min(context, cache.length))
+        if missing := context - cache.length:
+            with cache.transaction(missing):
+                cache.commit(missing)
+        return step()
+
+    return task
 
 
 def medians(times: dict[int, dict[int, list[float]]]) -> dict[int, dict[int, float]]:
