@@ -34,7 +34,7 @@ ORDER = 2e-6
 """Of a row's largest result: sums in float32 in another order, K ≤ 1200; 8e-7 was the most seen."""
 
 ROUNDED = {BF16: 2.0**-8, FP16: 2.0**-11}
-"""Each weight is off by half a unit of the compute type at most; errors average out, and 3 fifths of this was the most seen."""
+"""Each weight is off by half a unit of the compute type at most; three fifths of this was the most seen."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
