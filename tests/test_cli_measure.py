@@ -329,3 +329,25 @@ def test_nothing_is_measured_with_its_own_earlier_answers(
 @pytest.mark.parametrize("command", ["bench", "profile", "tune", "verify"])
 def test_how_to_quantise_no_draft_is_refused(specgen: Commands, command: str) -> None:
     told(specgen(command, "--draft-quant", "int4"), 2, "--draft-quant needs a draft model", "--draft NAME|PATH")
+
+
+def test_prompts_are_read_before_the_model(specgen: Commands, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "no.gguf").write_text("no model")
+    told(specgen("tune", "-m", str(tmp_path / "no.gguf"), "--prompts", str(tmp_path / "empty.txt")), 2, "is empty")
+
+
+def test_tune_says_that_it_can_go_on(specgen: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    short = ("tune", "--budget", "5", "--sampling", "greedy")
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.measure.recording.run_case", interrupt)
+        told(specgen(*short), 130, "the same command goes on")
+    told(specgen(*short), 0, "going on with the search")
+    with monkeypatch.context() as patch:
+        patch.setattr("specgen.measure.tuner.calibrate", interrupt)
+        result = specgen(*short)
+    told(result, 130)
+    assert "goes on" not in result.stderr, "nothing was measured yet"

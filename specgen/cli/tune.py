@@ -78,7 +78,8 @@ def tune(context: typer.Context, model: ModelFlags, texts: WorkloadFlags, flags:
         return _forget(console, ref)
     if flags.export is not None:
         return _export(console, ref, flags.export)
-    return _tune(console, measured_session(console, model), texts, flags, json=report.json)
+    loads = _workloads(texts)  # before the model, which may have to be fetched
+    return _tune(console, measured_session(console, model), loads, texts, flags, json=report.json)
 
 
 def _check(flags: TuneFlags) -> None:
@@ -93,17 +94,29 @@ def _check(flags: TuneFlags) -> None:
         raise UsageError("--show, --forget and --export exclude each other", hint="give one of them")
 
 
-def _tune(console: Console, session: Session, texts: WorkloadFlags, flags: TuneFlags, *, json: bool) -> int:
+def _tune(
+    console: Console,
+    session: Session,
+    loads: Sequence[Workload],
+    texts: WorkloadFlags,
+    flags: TuneFlags,
+    *,
+    json: bool,
+) -> int:
     from specgen.measure.tuner import TuneOptions, Tuner, plans_of
     from specgen.tune.plan import PlanStore
 
-    loads = _workloads(texts)
     options = TuneOptions(flags.budget, flags.objective, texts.sampling, flags.skip)  # type: ignore[arg-type]
     state = _state(session, loads, options, fresh=flags.fresh)
     if state.steps:
         console.note("going on with the search that was interrupted (--fresh begins anew)")
-    with progress_bar(console) as progress:
-        result = Tuner(session, loads, options, state).run(progress)
+    try:
+        with progress_bar(console) as progress:
+            result = Tuner(session, loads, options, state).run(progress)
+    except KeyboardInterrupt:
+        if state.steps:
+            console.note("interrupted; the same command goes on from here")
+        raise
     for note in result.notes:
         console.note(note)
     store = PlanStore()
