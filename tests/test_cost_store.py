@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_speculation import answer, speculation
 from tiny_session import tiny_file, tiny_session
 
+from specgen import steptime
 from specgen.options import RunOptions
 from specgen.speculation import Speculation
 from specgen.steptime import QUICK_ROWS, quick_costs
@@ -139,6 +142,28 @@ def test_a_first_start_measures_and_leaves_no_trace(tmp_path: Path) -> None:
     assert engine.cache.length == engine.cache.reserved == 0
     assert engine.committed == []
     assert quick_costs(engine, session.loaded.spec.vocab, budget_s=-1.0) == {}, "nothing is begun behind the budget"
+
+
+@pytest.mark.parametrize("stopped", range(20))
+def test_a_process_that_was_stopped_does_not_learn_that_drafts_are_hopeless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int
+) -> None:
+    session = tiny_session(tiny_file(tmp_path))
+    clock, steps = [0.0], itertools.count()
+
+    def step_task(engine: object, rows: int, vocab: int) -> Callable[[], float]:
+        def step() -> float:
+            ms = 3.6e6 if next(steps) == stopped else 4.0 + rows
+            clock[0] += 1e-3 * ms
+            return ms
+
+        return step
+
+    monkeypatch.setattr(steptime, "step_task", step_task)
+    monkeypatch.setattr(steptime, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    found = quick_costs(session.engine, session.loaded.spec.vocab)
+    assert all(4.0 + rows <= ms <= 2 * rows * 5.0 for rows, ms in found.items())
+    assert found.get(1, 5.0) == 5.0
 
 
 def test_a_session_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
