@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specgen.cache import KVCache
+from specgen.errors import DeviceError
 from specgen.kernels.base import Attend, DeviceAttend, KVLayer, device_attend
 from specgen.kernels.device import DeviceKernels, use_device
 from specgen.model.decoder import Decoder
@@ -24,6 +25,10 @@ from specgen.model.weights import LayerWeights, MlpWeights, ModelWeights
 from specgen.step import StepOut
 from specgen.weights.join import joined
 from specgen.weights.packed import QuantLinear
+
+CHECKED_OUTPUTS = 64
+PRODUCT_ERROR = 0.03
+"""Of the largest output: activations are rounded to 8 bits of bfloat16, and dense weights may be too."""
 
 Visit = Callable[[str, Tensor], None]
 """Told of every module's name and the residual stream (W, H) behind it."""
@@ -67,7 +72,33 @@ class DeviceDecoder(Decoder):
             return super()._lay_out(weights)
         ends = ModelWeights(weights.embedding, (), weights.norm, weights.head).map(self.kernels.prepare)
         self._layers = tuple(self._prepared(layer) for layer in weights.layers)
+        self._check_product("lm_head", weights.head, ends.head)
+        for layer, made in zip(weights.layers[:1], self._layers, strict=False):
+            assert isinstance(layer.mlp, MlpWeights)
+            self._check_product("self_attn.o_proj", layer.o, made.o)
+            self._check_product("mlp.down_proj", layer.mlp.down, made.down)
         return ends
+
+    def _check_product(self, name: str, weight: QuantLinear, prepared: Any) -> None:
+        """A few outputs against their definition, since a card that computes something else must not answer.
+
+        DeviceError when they are wrong.
+        """
+        outputs, inputs = weight.shape
+        part = weight.rows(0, min(outputs, CHECKED_OUTPUTS))
+        x = torch.arange(2 * inputs, device=self.device).view(2, inputs).mul(0.7).sin()
+        expected = (x.double() @ part.dequantize().double().t()).float()
+        if part.bias is not None:
+            expected = expected + part.bias
+        if not bool(expected.isfinite().all()):
+            return  # damaged weights are named when a step comes upon them
+        error = (self.ops.linear(x, prepared)[:, : len(expected[0])] - expected).abs().amax()
+        allowed = PRODUCT_ERROR * float(expected.abs().amax()) + 1e-6
+        if not float(error) <= allowed:
+            raise DeviceError(
+                f"{self.kernels.name}: the products of {name} are off by {float(error):.3g}, not {allowed:.3g} at most",
+                hint="--device cpu is right; `specgen doctor` says what the card runs with",
+            )
 
     def _prepared(self, layer: LayerWeights) -> DeviceLayer:
         mlp = layer.mlp
