@@ -4,7 +4,7 @@ Knows: a fixed small set of widths, the memory that a recorded step reads its pl
 not know: drafts, acceptance; how a model computes (model.device).
 
 A step of R rows runs at the next width ≥ R; the rows behind R write nothing and nobody reads them. Nothing is allocated
-after the recording, and results stay where they are until the next replay.
+after the recording, and results stay where they are until the next replay, of whichever recording of the same pool.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Graph(Protocol[OutCo]):
 
     @property
     def out(self) -> OutCo:
-        """What the launch returned: the same tensors after every replay."""
+        """What the launch returned: always the same tensors, which another graph's replay may overwrite."""
         ...
 
     def replay(self) -> None: ...
@@ -173,6 +173,7 @@ class StepInputs:
         place[2 + rows : 2 + width] = attend.start
         shape = () if attend.is_chain else attend.parents
         if shape != self._path_of:
+            self._path_of = None  # whatever ends this in between leaves nothing to trust
             place[2 + width :] = pack_attend(attend, width)[2 + width :].numpy()
             self._path_of = shape
         self._staging.send()

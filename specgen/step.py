@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepOut:
-    """Tensors may be the runner's own: they hold until its next step."""
+    """Tensors may be the runner's own: they hold until its next step, or that of a runner recorded in the same pool."""
 
     logits: Tensor  # (R, V) float32, or (1, V) when only the last row's were asked for
     hidden: Tensor  # (R, H) float32, before the final norm (likewise)

@@ -129,14 +129,24 @@ class TapeMark:
 
 @dataclass
 class TapeGraph:
+    """On a card all graphs share a pool: what one needs for itself may stand where another has left its results."""
+
     tape: Tape
     out: Any
-    count: list[int]
+    pool: TapeGraphs
 
     def replay(self) -> None:
-        self.count.append(len(self.tape.entries))
+        self.pool.replays.append(len(self.tape.entries))
         for entry in self.tape.entries:
             entry.again()
+        for other in self.pool.graphs:
+            if other is not self:
+                spoil(other.out)
+
+
+def spoil(out: Any) -> None:
+    for tensor in _tensors(out):
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**31))
 
 
 @dataclass
@@ -144,14 +154,18 @@ class TapeGraphs:
     """`graph.Graphs`."""
 
     replays: list[int] = field(default_factory=list)  # launches of each
-    captured: int = 0
+    graphs: list[TapeGraph] = field(default_factory=list)
+
+    @property
+    def captured(self) -> int:
+        return len(self.graphs)
 
     def capture(self, launch: Callable[[], Any]) -> TapeGraph:
         launch()
         tape = Tape()
         out = tape.record(launch)
-        self.captured += 1
-        return TapeGraph(tape, out, self.replays)
+        self.graphs.append(TapeGraph(tape, out, self))
+        return self.graphs[-1]
 
     def mark(self) -> TapeMark:
         return TapeMark()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from device_ops import CPU, ReferenceOps, device_decoder, device_kernels
@@ -22,7 +23,7 @@ from specgen.cache import KVCache
 from specgen.draft import Draft
 from specgen.engine import Answer, Cancel, Engine
 from specgen.graph import GraphRunner, StepInputs, build_runner
-from specgen.kernels.base import Attend
+from specgen.kernels.base import Attend, pack_attend
 from specgen.kernels.device import DeviceKernels
 from specgen.kernels.device_sampling import DeviceNoise
 from specgen.kernels.reference import ReferenceKernels
@@ -185,6 +186,27 @@ def test_padding_that_writes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots_behind(cache, runner)
     monkeypatch.setattr(StepInputs, "write", rows_of_padding)
     assert not slots_behind(cache, runner)
+
+
+class Interrupted(np.ndarray):
+    """^C right behind the write of a tree's paths."""
+
+    def __setitem__(self, key, value) -> None:
+        super().__setitem__(key, value)
+        if isinstance(key, slice) and key.stop is None:
+            raise KeyboardInterrupt
+
+
+def test_a_write_that_is_interrupted_leaves_no_paths_behind() -> None:
+    inputs, chain = StepInputs(5, CPU), Attend.chain(0, 3)
+    inputs.write([1, 2, 3], chain)
+    staging, numbers = inputs._staging, inputs._staging._numbers
+    staging._numbers = numbers.view(Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inputs.write([1, 2, 3], Attend.tree(0, (-1, 0, 0)))
+    staging._numbers = numbers
+    inputs.write([1, 2, 3], chain)
+    assert torch.equal(inputs.attend.packed, pack_attend(chain, 5))
 
 
 class ReadsItsLength(DeviceDecoder):
