@@ -16,8 +16,19 @@ import pytest
 pytest.importorskip("triton", reason="Triton, which compiles for graphics cards, is not installed")
 
 from specgen import kernels
+from specgen.cache import KV_DTYPES
 from specgen.errors import UsageError
-from specgen.kernels.aot import CAPABILITIES, MOST_SPILL_BYTES, SHARED_BYTES, AotResult, all_cases, case_modules, judged
+from specgen.kernels.aot import (
+    CACHE_DTYPES,
+    CAPABILITIES,
+    MOST_SPILL_BYTES,
+    SHARED_BYTES,
+    TYPES,
+    AotResult,
+    all_cases,
+    case_modules,
+    judged,
+)
 from specgen.measure.aot import failures, table
 
 
@@ -52,6 +63,16 @@ def test_names_of_cases_are_unique() -> None:
     for name, module in case_modules():
         names = [case.name for case in module.aot_cases()]
         assert len(names) == len(set(names)), name
+
+
+def test_every_kind_of_cache_is_compiled_for_every_card() -> None:
+    assert set(CACHE_DTYPES) == set(KV_DTYPES.values())
+    modules = dict(case_modules())
+    for module, argument in (("triton_attention", "k"), ("triton_rows", "k_cache")):
+        cases = [case for case in modules[module].aot_cases() if argument in case.signature]
+        for capability in CAPABILITIES:
+            caches = {case.signature[argument] for case in cases if capability in case.capabilities}
+            assert caches == {TYPES[dtype] for dtype in CACHE_DTYPES}, (module, capability)
 
 
 INSTRUCTIONS = """

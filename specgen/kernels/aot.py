@@ -32,6 +32,9 @@ SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227
 CAPABILITIES = tuple(SHARED_BYTES)
 BF16_CAPABILITIES = tuple(capability for capability in CAPABILITIES if capability >= 80)
 
+CACHE_DTYPES = (torch.bfloat16, torch.int8, torch.float32)
+"""Of K and V, on every card: for Turing, which multiplies no bfloat16, the compiler writes it out."""
+
 REGISTERS = 255
 """Per thread; also, all the threads of a block share 65536."""
 
@@ -78,7 +81,6 @@ class AotCase:
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
-    torch.float64: "*fp64",
     torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.int64: "*i64",

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.aot import BF16_CAPABILITIES, AotCase
+from specgen.kernels.aot import BF16_CAPABILITIES, CACHE_DTYPES, AotCase
 from specgen.kernels.base import KV_BLOCK, Attend, DeviceAttend, KVLayer, device_attend
 from specgen.kernels.launch import Launch
 from specgen.kernels.triton_math import numbers, tanh
@@ -116,7 +116,7 @@ def _load_lanes(q, row, head, real, stride_row, size, BLOCK: tl.constexpr):
     return tl.load(q + at, mask=real[:, None] & (dim < size)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_path"])  # the width of the step
 def _split_kernel(
     q,  # (R, heads, D)
     k,  # (kv_heads, S, D)
@@ -380,7 +380,7 @@ def aot_cases() -> list[AotCase]:
     """Every head dimension and kind of cache, few rows and prefill, with and without window and softcap."""
     cases: dict[str, AotCase] = {}
     for compute, capabilities in ((torch.bfloat16, BF16_CAPABILITIES), (torch.float16, (75,))):
-        for dtype, size, rows in itertools.product((compute, torch.int8, torch.float32), (64, 128, 256), (1, 128)):
+        for dtype, size, rows in itertools.product(CACHE_DTYPES, (64, 128, 256), (1, 128)):
             for group, score in {4: _Score(0.125, None, None), 7: _Score(0.125, 4096, 50.0)}.items():
                 for launch in _example((rows, group, size), (compute, dtype), score):
                     tag = f"D={size} {str(compute)[6:]}"

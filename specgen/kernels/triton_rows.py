@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specgen.kernels.aot import BF16_CAPABILITIES, AotCase
+from specgen.kernels.aot import BF16_CAPABILITIES, CACHE_DTYPES, AotCase
 from specgen.kernels.base import Attend, DeviceAttend, KVLayer, device_attend
 from specgen.kernels.launch import Launch
 from specgen.kernels.triton_math import gelu_tanh, round_half_even, silu
@@ -305,7 +305,7 @@ def aot_cases() -> list[AotCase]:
         for size in (64, 128, 256):
             cases += [
                 _rope_example(size, dtype).case(f"rope_write D={size} {name} {str(dtype)[6:]} cache", capabilities)
-                for dtype in (compute, torch.int8)
+                for dtype in CACHE_DTYPES
             ]
     return cases
 
