@@ -257,6 +257,13 @@ def test_bad_options_are_refused_before_loading(
     assert session.calls == []
 
 
+def test_how_a_draft_is_used_may_stand_where_a_model_has_none(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECGEN_DRAFT_STOP", "0.5")
+    monkeypatch.setenv("SPECGEN_DRAFT_QUANT", "int4")
+    assert run("-p", "hi").exit_code == 0
+    refused(run("-p", "hi", "--draft-stop", "0.5"), 2, "--draft-stop needs a draft model", "--draft NAME|PATH")
+
+
 def test_bad_prompts_are_refused_before_loading(run: Run, session: FakeSession, tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9")

@@ -84,7 +84,7 @@ def bench(
     chosen = chosen_setting(setting)
     loads = chosen_workloads(texts, flags.per_kind)
     console.answer()
-    session = measured_session(console, model)
+    session = measured_session(context, model)
     from specgen.measure.bench import Bench
 
     cases = fitting_cases(console, session, loads, texts, flags.max_tokens)

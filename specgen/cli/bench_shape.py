@@ -13,7 +13,7 @@ import typer
 
 from specgen.cli.charts import Column, columns_of, print_json, print_lines, progress_bar, table
 from specgen.cli.console import Console
-from specgen.cli.flags import ModelFlags
+from specgen.cli.flags import ModelFlags, on_command_line
 from specgen.cli.run import gamma_choice, load_options
 from specgen.errors import ExitCode, UsageError
 from specgen.options import MAX_GAMMA, LoadOptions, check_choice, check_range
@@ -78,8 +78,7 @@ def bench_shape(context: typer.Context, console: Console, model: ModelFlags, fla
 def _check_given(context: typer.Context) -> None:
     """Every option is honoured or refused."""
     for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in HONOURED:
+        if on_command_line(context, name) and name not in HONOURED:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} means nothing with --shape", hint="a shape has no files, prompts or answers")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from specgen.cli.console import Console, is_terminal
-from specgen.cli.flags import DecodingFlags, ModelFlags, SamplingFlags
+from specgen.cli.flags import DecodingFlags, ModelFlags, SamplingFlags, on_command_line
 from specgen.cli.prompt import argument_text
 from specgen.cli.run import (
     apply_output_flags,
@@ -112,7 +112,7 @@ def chat(
         ref = find_model(_resumed_model(model, records))
         options = replace(wanted, sampling=SamplingOptions(**{**ref.entry.sampling, **chosen}))
         draft = find_draft(model, ref)
-        check_draft(options, draft, load_options(model))
+        check_draft(context, options, draft, load_options(model))
         session = load_session(console, ref, load_options(model), draft)
     except BaseException:
         transcript.close(remove=not records)
@@ -162,13 +162,8 @@ def _explicit(context: typer.Context, constraint: ConstraintFlags) -> frozenset[
     """Settings that this command line gives, which win over those of a resumed conversation."""
     from specgen.chat.settings import KEPT
 
-    given = {name for name in KEPT if _on_command_line(context, name)}
+    given = {name for name in KEPT if on_command_line(context, name)}
     return frozenset(given | ({"constraint"} if constraint != ConstraintFlags() else set()))
-
-
-def _on_command_line(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def model_word(ref: ModelRef) -> str:

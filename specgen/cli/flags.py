@@ -224,6 +224,12 @@ class OutputFlags:
     debug: Annotated[bool, _output("--debug", help="Show the traceback of an error.")] = False
 
 
+def on_command_line(context: typer.Context, name: str) -> bool:
+    """Whether the option `name` was typed; a standing choice was not."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def grouped(command: Callable[..., int]) -> Callable[..., int]:
     """`command(context, group, …)` with dataclasses of flags → the flat function that Typer wants."""
     hints = get_type_hints(command, include_extras=True)

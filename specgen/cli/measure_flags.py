@@ -81,12 +81,12 @@ def apply_report_flags(console: Console, flags: ReportFlags) -> None:
     console.debug = console.debug or flags.debug
 
 
-def measured_session(console: Console, flags: ModelFlags) -> Session:
+def measured_session(context: typer.Context, flags: ModelFlags) -> Session:
     """The model that is measured, without the store of earlier texts: every prompt is answered several times, and the
     second answer would be looked up in the first."""
-    ref = find_model(flags)
+    console, ref = Console.of(context), find_model(flags)
     draft, options = find_draft(flags, ref), load_options(flags)
-    check_draft(RunOptions(), draft, options)
+    check_draft(context, RunOptions(), draft, options)
     if options.ngram_store:
         console.note("measured without the n-gram store: repeated answers would be found in it")
     return load_session(console, ref, replace(options, ngram_store=False), draft)

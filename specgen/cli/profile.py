@@ -76,7 +76,7 @@ def profile(
     contexts = _contexts(flags.contexts)
     loads = _with_hard_kind(chosen_workloads(texts, flags.per_kind), texts)
     console.answer()
-    session = measured_session(console, model)
+    session = measured_session(context, model)
     from specgen.measure.profile import Profiler
 
     cases = fitting_cases(console, session, loads, texts, flags.max_tokens)

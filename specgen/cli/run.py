@@ -16,7 +16,15 @@ import typer
 from specgen.cancel import Cancel
 from specgen.cli.console import Console, descriptor
 from specgen.cli.fetchbar import fetch_bar
-from specgen.cli.flags import DecodingFlags, ModelFlags, OutputFlags, PromptFlags, SamplingFlags, WorkerFlags
+from specgen.cli.flags import (
+    DecodingFlags,
+    ModelFlags,
+    OutputFlags,
+    PromptFlags,
+    SamplingFlags,
+    WorkerFlags,
+    on_command_line,
+)
 from specgen.cli.interrupt import exit_code, interrupts
 from specgen.cli.outfile import OutFile
 from specgen.cli.prompt import STDIN, PromptSource, argument_text, read_prompt
@@ -82,7 +90,7 @@ def run(
     ref = find_model(model)
     options = shape.applied(run_options(decoding, SamplingOptions(**{**ref.entry.sampling, **chosen})))
     draft = find_draft(model, ref)
-    check_draft(options, draft, load)
+    check_draft(context, options, draft, load)
     warm = warm_session(console, ref, draft, load, keep)
     session = warm or load_session(console, ref, load, draft)
     ids = session.prompt_ids(text, system=system, raw=prompt.raw, think=shape.think)
@@ -276,14 +284,16 @@ def find_draft(flags: ModelFlags, target: ModelRef) -> ModelRef | None:
     return draft_of(target) if flags.draft is None else resolve_model(flags.draft, _registry(flags))
 
 
-def check_draft(options: RunOptions, draft: ModelRef | None, load: LoadOptions) -> None:
-    """UsageError for what needs a draft model where there is none."""
+def check_draft(context: typer.Context, options: RunOptions, draft: ModelRef | None, load: LoadOptions) -> None:
+    """UsageError for what needs a draft model where there is none. How one is to draft may stand in config.toml all the
+    same: it is for the models that have one."""
     if draft is not None:
         return
+    stops = options.draft.stop_below > 0 and options.proposer != "skip"
     asked = {
         f"--proposer {options.proposer}": options.proposer in NEED_DRAFT,
-        "--draft-quant": load.draft_quant is not None,
-        "--draft-stop": options.draft.stop_below > 0 and options.proposer != "skip",
+        "--draft-quant": load.draft_quant is not None and on_command_line(context, "draft_quant"),
+        "--draft-stop": stops and on_command_line(context, "draft_stop"),
     }
     for flag, present in asked.items():
         if present:

@@ -79,7 +79,7 @@ def tune(context: typer.Context, model: ModelFlags, texts: WorkloadFlags, flags:
     if flags.export is not None:
         return _export(console, ref, flags.export)
     loads = _workloads(texts)  # before the model, which may have to be fetched
-    return _tune(console, measured_session(console, model), loads, texts, flags, json=report.json)
+    return _tune(console, measured_session(context, model), loads, texts, flags, json=report.json)
 
 
 def _check(flags: TuneFlags) -> None:

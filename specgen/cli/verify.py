@@ -55,7 +55,7 @@ def verify(
     check_range("--max-tokens", flags.max_tokens, 2, 1_000_000)
     loads = chosen_workloads(texts)[: flags.count]
     console.answer()
-    session = measured_session(console, model)
+    session = measured_session(context, model)
     from specgen.measure.verify import promise
     from specgen.measure.verify import verify as all_claims
 
