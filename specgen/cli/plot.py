@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import SpecgenError, UsageError
+from specgen.measure.workloads import HARD_KIND
 
 if TYPE_CHECKING:
     from specgen.measure.profile import Point, Profile
 
 FORMATS = ("png", "svg")
-HARD_KIND = "story"
 
 
 def plot_format(path: str) -> str:

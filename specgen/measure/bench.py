@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
 from specgen.measure.energy import Meter, energy_meter
+from specgen.measure.recording import shortened
 from specgen.measure.roofline import bandwidth_of, weight_bytes
 from specgen.measure.runs import Case, Report, Run, run_case, silent
 from specgen.measure.timer import Spread
@@ -152,7 +153,7 @@ class Bench:
 
     def _warm_up(self) -> None:
         for setting in self._settings.values():
-            run_case(self._session, _shortened(self._cases[0], WARM_TOKENS), setting)
+            run_case(self._session, shortened(self._cases[0], WARM_TOKENS), setting)
 
     def _pair(self, case: Case, *, reverse: bool) -> _Pair:
         pair = _Pair(case, {}, {})
@@ -203,11 +204,6 @@ class Bench:
                 moved = weights + slot_bytes * run.finished.record.kv_tokens
                 shares.append(moved / (gbps * 1e6) / run.ms_per_token)
         return median(shares) if shares else None
-
-
-def _shortened(case: Case, tokens: int) -> Case:
-    budget = min(tokens, case.options.max_tokens or tokens)
-    return replace(case, options=replace(case.options, max_tokens=budget))
 
 
 def _row(temperature: TemperatureClass, kind: str, pairs: list[_Pair]) -> Row:
