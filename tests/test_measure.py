@@ -17,7 +17,7 @@ from specgen.measure import recording as recording_module
 from specgen.measure import tuner as tuner_module
 from specgen.measure.bench import Bench
 from specgen.measure.calibrate import calibrate, contexts_for, cycle_overheads, medians
-from specgen.measure.profile import Profiler, Sweep
+from specgen.measure.profile import Point, Profile, Profiler, Sweep
 from specgen.measure.recording import in_order, readings_ms
 from specgen.measure.runs import make_cases, run_case, trace_of
 from specgen.measure.timer import Spread
@@ -34,7 +34,7 @@ from specgen.tune.controller import FixedGamma
 from specgen.tune.plan import PlanBook, PlanStore
 from specgen.tune.predict import Costs
 from specgen.tune.replay import replay
-from specgen.tune.search import GAMMAS, TREES, played_proposer
+from specgen.tune.search import GAMMAS, TREES, Interval, played_proposer
 from specgen.tune.setting import PLAIN, Setting
 from specgen.tune.skip_store import SkipStore
 
@@ -426,3 +426,18 @@ def test_profile_sweeps_predicted_and_measured(session: Session) -> None:
     assert set(found.survival) == {"copy", "free"}
     assert all(a >= b for a, b in itertools.pairwise(found.survival["copy"]) if a > 0.999)
     assert all(parts.total_ms > 0 for parts in found.cycles)
+
+
+def test_the_best_of_a_profile_beats_plain_by_more_than_the_noise() -> None:
+    def point(setting: Setting, *measured: float) -> Point:
+        return Point(setting, 1.2, 10.0, {}, {}, Interval(*measured, count=4) if measured else None)
+
+    plain, lucky, sure = (
+        point(PLAIN, 1.0, 1.0, 1.0),
+        point(Setting("ngram", 4), 0.7, 2.2, 6.0),
+        point(Setting("ngram", 2), 1.1, 1.2, 1.3),
+    )
+    unmeasured = point(Setting("ngram", 8))
+    assert Profile({}, {}, [plain, lucky, sure, unmeasured], [], 0).best is sure
+    assert Profile({}, {}, [plain, lucky, unmeasured], [], 0).best is plain
+    assert Profile({}, {}, [unmeasured], [], 0).best is unmeasured

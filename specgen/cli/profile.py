@@ -155,10 +155,15 @@ def _lines(found: Profile, width: int) -> Iterator[str]:
     yield from _speed_chart(_shown(found.points), width)
     yield ""
     yield from _cycle_table(found, width)
-    best = found.best
-    gain = best.measured.middle if best.measured else best.predicted_speedup
     yield ""
-    yield f"Best: {best.setting.label}, {gain:.2f}x plain ({'measured' if best.measured else 'predicted'})"
+    yield _best(found.best)
+
+
+def _best(best: Point) -> str:
+    if best.setting.is_plain:
+        return "Best: plain; nothing beats it by more than the noise"
+    gain = best.measured.middle if best.measured else best.predicted_speedup
+    return f"Best: {best.setting.label}, {gain:.2f}x plain ({'measured' if best.measured else 'predicted'})"
 
 
 def _survival_table(whose: str, survival: Mapping[str, Sequence[float]], width: int) -> list[str]:

@@ -76,8 +76,12 @@ class Profile:
 
     @property
     def best(self) -> Point:
-        """As measured, or as predicted where nothing was."""
-        return max(self.points, key=lambda p: p.measured.middle if p.measured else p.predicted_speedup)
+        """The fastest that beats plain by more than the noise, else plain; as predicted where nothing was measured."""
+        measured = {point.setting: point.measured for point in self.points if point.measured is not None}
+        if not measured:
+            return max(self.points, key=lambda p: p.predicted_speedup)
+        sure = [p for p in self.points if p.setting in measured and measured[p.setting].low > 1.0]
+        return max(sure, key=lambda p: measured[p.setting].middle, default=self.points[0])
 
 
 @dataclass(frozen=True, slots=True)
