@@ -45,14 +45,13 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
 
 
 _DEVICE = re.compile(r"auto|cpu|cuda(?::([0-9]{1,3}))?")
-DEVICES = ("auto", "cpu", "cuda", "cuda:0")
 
 
 def check_device(name: str) -> None:
     """UsageError unless `name` is auto, cpu, cuda or cuda:N."""
     if _DEVICE.fullmatch(name) is None:
-        hint = nearest(name, DEVICES) or "it must be auto, cpu, cuda or cuda:N"
-        raise UsageError(f"the device {name!r} is not known", hint)
+        # No guess at the nearest: that of "gpu" is "cpu".
+        raise UsageError(f"the device {name!r} is not known", hint="it must be auto, cpu, cuda or cuda:N")
 
 
 def device_index(name: str) -> int | None:

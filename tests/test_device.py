@@ -145,7 +145,7 @@ def test_names_of_devices(name: str) -> None:
 def test_a_name_that_is_no_device_is_refused_before_work_begins(name: str) -> None:
     with pytest.raises(UsageError, match="is not known") as caught:
         LoadOptions(device=name)
-    assert caught.value.hint
+    assert caught.value.hint == "it must be auto, cpu, cuda or cuda:N"
 
 
 def test_triton_builds_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
