@@ -75,6 +75,19 @@ def test_every_kind_of_cache_is_compiled_for_every_card() -> None:
             assert caches == {TYPES[dtype] for dtype in CACHE_DTYPES}, (module, capability)
 
 
+SUMS = """
+from specgen.kernels import triton_rank
+
+cases = [case for case in triton_rank.aot_cases() if "mass_kernel" in case.name]
+print(len(cases), [case.name for case in cases if "stride" in case.aligned])
+"""
+
+
+def test_a_sum_of_logits_has_one_order_wherever_its_rows_stand() -> None:
+    """A stride that the compiler knows to be a multiple of 16 lets a thread read, and add up, neighbours."""
+    assert compiling("-c", SUMS).stdout.split(maxsplit=1) == ["6", "[]\n"]
+
+
 INSTRUCTIONS = """
 import json, sys
 from dataclasses import replace

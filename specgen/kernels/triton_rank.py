@@ -158,7 +158,7 @@ def _count_kernel(
         tl.atomic_add(at, held, mask=held > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])  # it would decide the order of the sum
 def _count_mass_kernel(
     logits,  # (R, V)
     part_value,
@@ -244,7 +244,7 @@ def _weigh_kernel(
         tl.atomic_add(at + BINS, low, mask=agrees & (low > 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])  # it would decide the order of the sum
 def _kept_mass_kernel(
     logits,  # (R, V)
     part_value,
