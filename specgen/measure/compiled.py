@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from specgen.kernels.card_memory import release, shortage
 from specgen.kernels.cuda import BFLOAT16_CAPABILITY, dotted
 from specgen.measure.shape_bench import ShapeRequest
 from specgen.model.rope import RopeTable
@@ -181,20 +182,21 @@ def unfair(request: ShapeRequest, placement: Placement) -> str | None:
 
 
 def measure_compiled(request: ShapeRequest, placement: Placement) -> CompiledSpeed:
-    """Compiling takes a minute. What stands against it is told, not raised; but memory that runs out is."""
+    """Compiling takes a minute. What stands against it is told, not raised: the figures before it would be lost."""
     reason = unfair(request, placement)
     if reason is not None:
         return CompiledSpeed(skipped=reason)
     device = placement.kernels.device
     spec = request.shape.spec(request.context_tokens + WARM_TOKENS + TOKENS)
+    release()  # what was measured before it is forgotten, but for what torch keeps
     try:
         with torch.inference_mode():
             step = Yardstick(spec, CudaInt4(), device)
             compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
             return timed(compiled, request.context_tokens, device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a yardstick that does not work is no reason to lose the figures
+    except torch.OutOfMemoryError as error:
+        return CompiledSpeed(skipped=shortage(None, error).message)
+    except Exception as error:  # compilers have many errors
         first = str(error).strip().partition("\n")[0]
         return CompiledSpeed(skipped=f"torch.compile failed: {type(error).__name__}: {first}")
 
