@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import exp, log
 
 import pytest
+from scipy.stats import t as student
 
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.replay import Drafter, Guess, PrefixGuesses, Trace
@@ -14,6 +16,7 @@ from specgen.tune.search import (
     Confirmed,
     Interval,
     candidates,
+    certainty,
     choose,
     drafted_candidates,
     mixed_candidates,
@@ -39,6 +42,25 @@ def trace(answer: tuple[int, ...]) -> Trace:
 
 def predictions(costs: Costs, **kinds: tuple[int, ...]):
     return list(search(candidates(), {kind: [trace(answer)] for kind, answer in kinds.items()}, costs))
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 5, 9, 10, 17, 60, 1000])
+def test_the_quantile_is_students(freedom: int) -> None:
+    assert certainty(freedom) == pytest.approx(student.ppf(0.95, freedom), abs=0.008)
+
+
+@pytest.mark.parametrize(("kinds", "runs"), [(1, 2), (1, 3), (2, 2), (9, 2)])
+def test_few_runs_that_equal_plain_are_seldom_called_faster(kinds: int, runs: int) -> None:
+    """One in twenty by the quantile; a normal one would let through up to one in five."""
+    rng = random.Random(4)
+    trials, lucky, normal = 3000, 0, 0
+    for _ in range(trials):
+        found = Interval.of_ratios({str(k): [exp(rng.gauss(0, 0.05)) for _ in range(runs)] for k in range(kinds)})
+        lucky += found.low > 1.0
+        reach = log(found.middle / found.low) / certainty(kinds * (runs - 1))
+        normal += log(found.middle) > 1.645 * reach
+    assert lucky / trials < 0.065
+    assert kinds > 2 or normal / trials > 0.08, "the mutant: a normal quantile"
 
 
 def test_a_loop_on_flat_costs_wants_the_deepest_draft() -> None:

@@ -37,8 +37,15 @@ MIXED_NGRAMS = 2
 """How many sizes of n-gram are tried together with a draft model."""
 FLOOR = 0.97
 """A setting that makes any kind of text slower than this share of plain decoding is not chosen."""
-CERTAINTY = 1.645
-"""Standard errors below the estimate that must still beat plain: one in twenty lucky settings gets through."""
+STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
+"""Student's t by degrees of freedom from 1 on: so many standard errors below the estimate must still beat plain, and one
+in twenty lucky settings gets through."""
+
+
+def certainty(freedom: int) -> float:
+    """The 95 % quantile of Student's t; beyond the table to three digits."""
+    assert freedom >= 1
+    return STUDENT[freedom - 1] if freedom <= len(STUDENT) else 1.645 + 1.6 / freedom
 
 
 def candidates(gammas: Sequence[int] = GAMMAS, ngrams: Sequence[tuple[int, int]] = NGRAMS) -> list[Setting]:
@@ -202,7 +209,8 @@ class Interval:
         # A median of three or more is a little less certain than a mean (√(π/2) at most).
         loss = 1.2533 if max(map(len, logs.values())) > 2 else 1.0
         error = loss * spread * sqrt(sum(1 / len(values) for values in logs.values())) / len(logs)
-        return cls(exp(middle - CERTAINTY * error), exp(middle), exp(middle + CERTAINTY * error), count)
+        reach = certainty(freedom) * error
+        return cls(exp(middle - reach), exp(middle), exp(middle + reach), count)
 
 
 @dataclass(frozen=True, slots=True)
