@@ -38,8 +38,8 @@ MIXED_NGRAMS = 2
 FLOOR = 0.97
 """A setting that makes any kind of text slower than this share of plain decoding is not chosen."""
 STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
-"""Student's t by degrees of freedom from 1 on: so many standard errors below the estimate must still beat plain, and one
-in twenty lucky settings gets through."""
+"""Student's t by degrees of freedom from 1 on: so many standard errors below the estimate must still beat plain. One in
+twenty lucky settings gets through."""
 
 
 def certainty(freedom: int) -> float:
