@@ -7,6 +7,10 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# Before the libraries start their pools: on tiny tensors a second thread only spins, beside the kernels' own threads.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 
