@@ -11,10 +11,13 @@ import pytest
 
 from specgen.errors import SpecgenError
 from specgen.options import RunOptions
+from specgen.tune.cost_store import CostStore, Learned
 from specgen.tune.export import SERVERS, export
 from specgen.tune.plan import Plan, PlanStore, Scope, context_class, temperature_class
 from specgen.tune.predict import Costs, ProposeMs
 from specgen.tune.setting import PLAIN, Setting
+from specgen.tune.skip_search import SkipChoice
+from specgen.tune.skip_store import SkipStore
 
 SCOPE = Scope(digest="d" * 64, device="a CPU, 2 threads, kv bf16", versions="specgen 0.1.0, torch 2.13")
 PLAN = Plan(
@@ -187,8 +190,15 @@ def test_forget_removes_stale_and_broken_plans_of_that_model_alone(store: PlanSt
     store.save(other)
     store.save(replace(PLAN, scope=replace(SCOPE, device="another CPU")))
     store.save(PLAN).write_text("{")
+    beside = [
+        (CostStore(scope, store.folder), SkipStore(scope.digest, 4, store.folder)) for scope in (SCOPE, other.scope)
+    ]
+    for costs, skips in beside:
+        costs.save(Learned({1: 4.0}))
+        skips.save(SkipChoice(frozenset({("mlp", 1)}), 0.9, 1.1, 2))
     assert store.forget(SCOPE.digest) == 2
     assert store.all() == [other]
+    assert [[kept.load() is not None for kept in pair] for pair in beside] == [[False, False], [True, True]]
     assert store.forget(SCOPE.digest) == 0
 
 

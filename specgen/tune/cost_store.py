@@ -6,7 +6,6 @@ used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import get_args
 from specgen.errors import SpecgenError
 from specgen.options import MAX_GAMMA, MAX_TREE, ProposerName
 from specgen.paths import data_dir
-from specgen.tune.plan import Scope, read_json, write_json
+from specgen.tune.plan import Scope, file_key, read_json, write_json
 from specgen.tune.setting import checked_object
 
 SCHEMA = 3
@@ -36,7 +35,7 @@ class CostStore:
 
     def __init__(self, scope: Scope, folder: Path | None = None) -> None:
         self._scope = scope
-        name = hashlib.sha256(json.dumps(asdict(scope)).encode()).hexdigest()[:32]
+        name = f"{file_key(scope.digest)}-{file_key(json.dumps(asdict(scope)))}"
         # Not *.json: the folder's JSON files are plans.
         self.path = (folder or data_dir() / "plans") / f"{name}.costs"
 

@@ -248,20 +248,22 @@ class PlanStore:
         return sorted(plans, key=lambda plan: plan.created)
 
     def forget(self, digest: str) -> int:
-        """Remove all plans of a model, stale and unreadable ones too; how many there were."""
-        paths = self._files(digest)
-        for path in paths:
+        """Remove all plans of a model, stale and unreadable ones too; how many there were. What its answers taught and
+        the sublayers that may be left out, whose files stand beside, go with them."""
+        plans, key = self._files(digest), file_key(digest)
+        others = [*self.folder.glob(f"{key}-*.costs"), *self.folder.glob(f"{key}.skip")]
+        for path in (*plans, *others):
             path.unlink(missing_ok=True)
-        return len(paths)
+        return len(plans)
 
     def _name(self, plan: Plan) -> str:
         rest = json.dumps([plan.scope.device, plan.scope.draft, plan.temperature, plan.context])
-        return f"{_short(plan.scope.digest)}-{_short(rest)}.json"
+        return f"{file_key(plan.scope.digest)}-{file_key(rest)}.json"
 
     def _files(self, digest: str | None) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        return sorted(self.folder.glob("*.json" if digest is None else f"{_short(digest)}-*.json"))
+        return sorted(self.folder.glob("*.json" if digest is None else f"{file_key(digest)}-*.json"))
 
     @staticmethod
     def read(path: Path) -> Plan:
@@ -269,7 +271,8 @@ class PlanStore:
         return Plan.from_json(read_json(path))
 
 
-def _short(text: str) -> str:
+def file_key(text: str) -> str:
+    """`text` (a digest, say) as a part of a file's name."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -5,13 +5,12 @@ Knows: the file. Does not know: how the set was found (skip_search).
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from specgen.errors import SpecgenError
 from specgen.model.spec import Skipped
 from specgen.paths import data_dir
-from specgen.tune.plan import read_json, write_json
+from specgen.tune.plan import file_key, read_json, write_json
 from specgen.tune.setting import checked_object
 from specgen.tune.skip_search import SkipChoice
 
@@ -24,9 +23,8 @@ class SkipStore:
     def __init__(self, digest: str, layers: int, folder: Path | None = None) -> None:
         self._digest = digest
         self._layers = layers
-        name = hashlib.sha256(digest.encode()).hexdigest()[:16]
         # Not *.json: the folder's JSON files are plans.
-        self.path = (folder or data_dir() / "plans") / f"{name}.skip"
+        self.path = (folder or data_dir() / "plans") / f"{file_key(digest)}.skip"
 
     def load(self) -> SkipChoice | None:
         """What was stored last, or None."""
