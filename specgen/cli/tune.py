@@ -51,7 +51,7 @@ class TuneFlags:
     ] = False
     fresh: Annotated[bool, _search("--fresh", help="Do not go on with a search that was interrupted.")] = False
     show: Annotated[bool, _plans("--show", help="Show the stored plans (of --model, or all).")] = False
-    forget: Annotated[bool, _plans("--forget", help="Remove the stored plans of --model, and all that was learned of it.")] = False
+    forget: Annotated[bool, _plans("--forget", help="Remove all that was found out about --model.")] = False
     export: Annotated[
         str | None,
         _plans("--export", metavar="vllm|llama.cpp|sglang", help="Print a server's flags for the stored plan."),
