@@ -71,12 +71,8 @@ class DeviceDecoder(Decoder):
         if self.refusal is not None:
             return super()._lay_out(weights)
         ends = ModelWeights(weights.embedding, (), weights.norm, weights.head).map(self.kernels.prepare)
-        self._layers = tuple(self._prepared(layer) for layer in weights.layers)
         self._check_product("lm_head", weights.head, ends.head)
-        for layer, made in zip(weights.layers[:1], self._layers, strict=False):
-            assert isinstance(layer.mlp, MlpWeights)
-            self._check_product("self_attn.o_proj", layer.o, made.o)
-            self._check_product("mlp.down_proj", layer.mlp.down, made.down)
+        self._layers = tuple(self._prepared(layer, check=index == 0) for index, layer in enumerate(weights.layers))
         return ends
 
     def _check_product(self, name: str, weight: QuantLinear, prepared: Any) -> None:
@@ -100,16 +96,15 @@ class DeviceDecoder(Decoder):
                 hint="--device cpu is right; `specgen doctor` says what the card runs with",
             )
 
-    def _prepared(self, layer: LayerWeights) -> DeviceLayer:
+    def _prepared(self, layer: LayerWeights, *, check: bool) -> DeviceLayer:
         mlp = layer.mlp
         assert isinstance(mlp, MlpWeights)
-        return DeviceLayer(
-            self._joined(layer.q, layer.k, layer.v),
-            self.kernels.prepare(layer.o),
-            self._joined(mlp.gate, mlp.up),
-            self.kernels.prepare(mlp.down),
-            layer.map(lambda linear: None),
-        )
+        o, down = self.kernels.prepare(layer.o), self.kernels.prepare(mlp.down)
+        if check:
+            self._check_product("self_attn.o_proj", layer.o, o)
+            self._check_product("mlp.down_proj", mlp.down, down)
+        qkv, gate_up = self._joined(layer.q, layer.k, layer.v), self._joined(mlp.gate, mlp.up)
+        return DeviceLayer(qkv, o, gate_up, down, layer.map(lambda linear: None))
 
     def _joined(self, *weights: QuantLinear) -> tuple[Any, ...]:
         whole = joined(weights)
