@@ -3,8 +3,8 @@
 Knows: milliseconds seen for steps of R rows. Does not know: what ran them.
 
 Machines are shared: a single step may take three times as long as the next, and minutes may be slower than others. So
-a row count is worth the median of its latest measurements, and what all of them have in common, the pace of the
-moment, is kept apart: a row count that was not tried for long follows the pace all the same.
+t(1) is the median of its latest measurements, and t(R) that of its latest ratios to the t(1) of the moment: a row count
+that was not tried for long follows the machine's pace all the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ TRUST = 4
 """Of those, as many are taken to be what a calibrated table says."""
 OUTLIER = 2.0
 """A first measurement counts as at most so many times what its neighbours let expect: there is no median of one."""
-PACE = 7
-"""Latest steps that say how fast the machine is now."""
 
 
 class CostTable:
@@ -30,37 +28,45 @@ class CostTable:
     def __init__(self, slope: float = 0.12, known_ms: Mapping[int, float] | None = None) -> None:
         """slope: assumed (t(R + 1) - t(R)) / t(1) before anything is known; known_ms: a calibrated table."""
         self.slope = slope
-        # Milliseconds at pace 1, and their medians.
-        self._seen = {rows: deque([ms] * TRUST, RECENT) for rows, ms in (known_ms or {}).items()}
-        self._median = dict(known_ms or {})
-        self._paces: deque[float] = deque([1.0] * TRUST, PACE)
-        self._pace = 1.0
+        known = known_ms or {}
+        self._plain = deque([known[1]] * TRUST if 1 in known else [], RECENT)  # milliseconds
+        self._base = known.get(1, 1.0)  # t(1); 1 ms until it was measured
+        # Over the t(1) of their moment, and the medians of that.
+        self._seen = {rows: deque([ms / self._base] * TRUST, RECENT) for rows, ms in known.items() if rows > 1}
+        self._ratio = {rows: ms / self._base for rows, ms in known.items() if rows > 1}
         self._points: list[tuple[int, float]] | None = None  # of `_monotone`, until the next measurement
 
     def observe(self, rows: int, ms: float) -> None:
         """A step of `rows` rows took `ms`."""
-        pace = self._pace
-        if rows not in self._seen:
-            if not self.is_empty:
-                ms = min(ms, OUTLIER * self.step_ms(rows))
-            self._seen[rows] = deque(maxlen=RECENT)
-        seen = self._seen[rows]
-        if len(seen) >= TRUST:
-            self._paces.append(ms / max(1e-9, self._median[rows]))
-            self._pace = median(self._paces)
-        seen.append(ms / pace)
-        self._median[rows] = median(seen)
+        known = rows in self._seen or (rows == 1 and self._plain)
+        if not known and not self.is_empty:
+            ms = min(ms, OUTLIER * self.step_ms(rows))
+        if rows == 1:
+            self._observe_plain(ms)
+        else:
+            seen = self._seen.setdefault(rows, deque(maxlen=RECENT))
+            seen.append(ms / self._base)
+            self._ratio[rows] = median(seen)
         self._points = None
+
+    def _observe_plain(self, ms: float) -> None:
+        first = not self._plain
+        self._plain.append(ms)
+        self._base = max(1e-9, median(self._plain))
+        if first:  # until now the ratios were milliseconds
+            self._seen = {rows: deque((r / self._base for r in seen), RECENT) for rows, seen in self._seen.items()}
+            self._ratio = {rows: median(seen) for rows, seen in self._seen.items()}
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
-        return not self._seen
+        return not self._seen and not self._plain
 
     @property
     def known(self) -> dict[int, float]:
         """Milliseconds of the row counts that were measured, as of now."""
-        return {rows: self._pace * ms for rows, ms in sorted(self._median.items())}
+        plain = {1: self._base} if self._plain else {}
+        return plain | {rows: self._base * ratio for rows, ratio in sorted(self._ratio.items())}
 
     def ratio(self, rows: int) -> float:
         """t(rows) / t(1) ≥ 1."""
@@ -98,10 +104,10 @@ class CostTable:
 
     def _monotone(self) -> list[tuple[int, float]]:
         """The measured points made non-decreasing (pool adjacent violators, weighted)."""
-        rows = sorted(self._median)
+        known = self.known
         pools: list[list[float]] = []  # [weighted mean, weight, count of points]
-        for r in rows:
-            pools.append([self._pace * self._median[r], len(self._seen[r]), 1])
+        for rows, ms in known.items():
+            pools.append([ms, len(self._plain if rows == 1 else self._seen[rows]), 1])
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                 mean, weight, count = pools.pop()
                 last = pools[-1]
@@ -109,4 +115,4 @@ class CostTable:
                 last[1] += weight
                 last[2] += count
         levels = [mean for mean, _, count in pools for _ in range(int(count))]
-        return list(zip(rows, levels, strict=True))
+        return list(zip(known, levels, strict=True))
