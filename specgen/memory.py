@@ -71,21 +71,12 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def resident_bytes() -> int:
-    """The resident size of this process now; its largest so far where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return peak_rss_bytes()
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def budget_bytes(max_memory_bytes: int | None) -> int | None:
     """What a plan may use: what is free, and with a limit no more than it leaves beside what is used already."""
     free = available_bytes()
     if max_memory_bytes is None:
         return free
-    left = max(0, max_memory_bytes - resident_bytes())
+    left = max(0, max_memory_bytes - rss_bytes())
     return left if free is None else min(free, left)
 
 

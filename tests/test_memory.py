@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specgen import memory
 from specgen.errors import ExitCode, OutOfMemoryError, UsageError
-from specgen.memory import LEAST_CONTEXT_TOKENS, Need, budget_bytes, plan_memory, resident_bytes
+from specgen.memory import LEAST_CONTEXT_TOKENS, Need, budget_bytes, plan_memory, rss_bytes
 from specgen.options import parse_size
 
 TARGET = Need(weights_bytes=1000_000, slot_bytes=100, workspace_bytes=10_000, context_tokens=8192)
@@ -76,7 +76,7 @@ def test_a_plan_keeps_its_budget(budget: int, with_draft: bool, asked: int | Non
 
 def test_a_limit_counts_what_the_process_has_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 5_000_000_000)
-    used = resident_bytes()
+    used = rss_bytes()
     assert 10_000_000 < used < 100_000_000_000
     limited = budget_bytes(used + 1_000_000_000)
     assert limited is not None
@@ -89,9 +89,9 @@ def test_resident_size_grows_with_what_is_touched() -> None:
     if not os.path.exists("/proc/self/statm"):
         pytest.skip("the system does not say how large a process is now")
     with mmap.mmap(-1, 50_000_000) as block:  # fresh pages, which an allocator's reserve would not be
-        before = resident_bytes()
+        before = rss_bytes()
         block.write(b"x" * len(block))
-        assert resident_bytes() - before > 40_000_000
+        assert rss_bytes() - before > 40_000_000
 
 
 @pytest.mark.parametrize(
