@@ -213,7 +213,6 @@ def _try_out(engine: Engine, vocab: int) -> None:
         fill_cache(engine, min(TRIED_TOKENS, engine.cache.capacity - 1), vocab)
     finally:
         engine.rewind(0)
-        engine.cache.rollback(0)
 
 
 def _kv_dtype(options: LoadOptions) -> torch.dtype:

@@ -25,7 +25,6 @@ def fill_cache(engine: Engine, context: int, vocab: int) -> None:
     """Bring `context` slots of the cache into use."""
     cache = engine.cache
     engine.rewind(0)
-    cache.rollback(0)
     seed = min(SEED_TOKENS, context)
     with cache.transaction(seed):
         engine.runner.prefill([(7 * i + 3) % vocab for i in range(seed)], cache)
@@ -75,7 +74,6 @@ def quick_costs(engine: Engine, vocab: int, budget_s: float = 0.3) -> dict[int, 
                 found.setdefault(rows, []).append(task())
     finally:
         engine.rewind(0)
-        engine.cache.rollback(0)
     return _plausible(found, warm_up_ms)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from specgen.measure.runs import Case, SamplingChoice, make_cases, run_case
+from specgen.measure.runs import Case, SamplingChoice, first_of_each, make_cases, run_case
 from specgen.measure.workloads import load_workloads
 from specgen.model.weights import ModelWeights
 from specgen.options import LoadOptions
@@ -185,8 +185,7 @@ def main() -> None:
 def _first_of_each_kind(session: Session, options: argparse.Namespace) -> list[Case]:
     sampling: SamplingChoice = "own" if options.sampled else "greedy"
     cases, _ = make_cases(session, load_workloads(options.kinds), sampling, options.tokens)
-    first: Mapping[str, Case] = {case.kind: case for case in reversed(cases)}
-    return [first[kind] for kind in dict.fromkeys(case.kind for case in cases)]
+    return first_of_each(cases, lambda case: case.kind)
 
 
 if __name__ == "__main__":

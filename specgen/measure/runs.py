@@ -5,7 +5,7 @@ Knows: how to run a session so that nothing is left over from the run before. Do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -83,6 +83,14 @@ def make_cases(
             hint="raise --ctx, or give shorter prompts with --prompts",
         )
     return cases, too_long
+
+
+def first_of_each(cases: Iterable[Case], key: Callable[[Case], Hashable]) -> list[Case]:
+    """The first case of every key, in the order of the cases."""
+    first: dict[Hashable, Case] = {}
+    for case in cases:
+        first.setdefault(key(case), case)
+    return list(first.values())
 
 
 def _prompt(session: Session, load: Workload) -> Prompt:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specgen.measure.draft_bench import tok_s
 from specgen.measure.recording import shortened
-from specgen.measure.runs import Case, make_cases, run_case
+from specgen.measure.runs import Case, first_of_each, make_cases, run_case
 from specgen.measure.workloads import load_workloads
 from specgen.options import LoadOptions
 from specgen.registry import load_registry, resolve_model
@@ -105,7 +105,11 @@ def main() -> None:
     options = parser.parse_args()
     loading = LoadOptions(threads=options.threads, context_tokens=options.ctx)
     session = load(resolve_model(options.model, load_registry()), loading)
-    cases = [*first_of_each_kind(session, options.tokens)]
+    # The first prompt of each kind, greedy and at its own temperature.
+    cases = first_of_each(
+        make_cases(session, load_workloads(), "both", options.tokens)[0],
+        lambda case: (case.kind, temperature_class(case.options.sampling.temperature)),
+    )
     began, sweep, settings = time.perf_counter(), Sweep(), all_settings()
     for number in range(options.rounds):
         for index, case in enumerate(cases):
@@ -116,16 +120,6 @@ def main() -> None:
     if options.json is not None:
         rows = [[where, setting.to_json(), ratios] for (where, setting), ratios in sweep.ratios.items()]
         options.json.write_text(json.dumps(rows))
-
-
-def first_of_each_kind(session: Session, tokens: int) -> Iterator[Case]:
-    """The first prompt of each kind, greedy and at its own temperature."""
-    seen: set[tuple[str, TemperatureClass]] = set()
-    for case in make_cases(session, load_workloads(), "both", tokens)[0]:
-        key = case.kind, temperature_class(case.options.sampling.temperature)
-        if key not in seen:
-            seen.add(key)
-            yield case
 
 
 if __name__ == "__main__":
