@@ -19,6 +19,7 @@ from specgen.speculation import Speculation
 from specgen.steptime import QUICK_ROWS, quick_costs
 from specgen.tune.cost_store import CostStore, Learned
 from specgen.tune.plan import Scope
+from specgen.tune.predict import Costs
 from specgen.tune.skip_search import SkipChoice
 
 SCOPE = Scope("ab" * 32, "a processor, 2 threads", "specgen 0")
@@ -175,3 +176,14 @@ def test_a_session_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert kept.step_ms == pytest.approx(first.speculation.learned.step_ms, abs=1e-5)
     monkeypatch.setattr("specgen.session.quick_costs", lambda *_: measured_never())
     assert tiny_session(path).speculation.learned == kept
+
+
+def test_a_tuned_model_is_not_measured_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Book:
+        plans = ()
+        costs = Costs({128: {1: 4.0, 2: 4.5}})
+
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr("specgen.session.PlanStore.book", lambda store, scope: Book())
+    monkeypatch.setattr("specgen.session.quick_costs", lambda *_: measured_never())
+    assert tiny_session(tiny_file(tmp_path)).speculation.costs.known == pytest.approx({1: 4.0, 2: 4.5})
