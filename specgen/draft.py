@@ -42,7 +42,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == tuple(range(ROOT, len(self.parents) - 1))
 
     def children(self, node: int) -> list[int]:
         """The nodes that follow `node` (ROOT for the first level), in proposal order."""
@@ -72,7 +72,7 @@ class Draft:
     @property
     def depth(self) -> int:
         """Levels of the tree: γ of a chain."""
-        return max(self.depths)
+        return len(self.tokens) if self.is_chain else max(self.depths)
 
     @property
     def width(self) -> int:
@@ -82,6 +82,8 @@ class Draft:
     @property
     def level_sizes(self) -> list[int]:
         """For each level, how many leading nodes come before the first that is deeper."""
+        if self.is_chain:
+            return list(range(1, len(self.tokens) + 1))
         sizes: list[int] = []
         for node, depth in enumerate(self.depths):
             if depth > len(sizes) + 1:

@@ -104,7 +104,7 @@ class Speculation:
         agreement = dict(self.learned.agreement)
         for policy in self._policies.values():
             agreement |= {self._drafter(name): share for name, share in policy.agreement().items()}
-        self._keep(Learned(self.costs.known, agreement))
+        self._keep(Learned(self.costs.latest, agreement))
         if self.store is not None:
             self.store.add(committed)
             self._earlier.clear()
@@ -115,7 +115,7 @@ class Speculation:
         self.drafting = drafting or {}
         self._policies.clear()
 
-    def recall_costs(self, store: CostStore, measure: Callable[[], dict[int, float]]) -> None:
+    def recall_costs(self, store: CostStore, measure: Callable[[], Mapping[int, Sequence[float]]]) -> None:
         """Go on with what earlier answers found; where there were none, `measure` it, which takes a moment."""
         self._cost_store = store
         self._keep(store.load() or Learned(measure()))

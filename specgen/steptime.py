@@ -55,8 +55,8 @@ def step_task(engine: Engine, rows: int, vocab: int) -> Callable[[], float]:
     return step
 
 
-def quick_costs(engine: Engine, vocab: int, budget_s: float = 0.3) -> dict[int, float]:
-    """rows → median milliseconds of a few steps after a short text; nothing more is begun once `budget_s` are over, so
+def quick_costs(engine: Engine, vocab: int, budget_s: float = 0.3) -> dict[int, list[float]]:
+    """rows → milliseconds of a few steps after a short text; nothing more is begun once `budget_s` are over, so
     that a model of a second per step is not held up. Whatever was begun is finished."""
     widest = min(engine.runner.widths[-1], engine.cache.capacity - QUICK_CONTEXT_TOKENS)
     tasks = {rows: step_task(engine, rows, vocab) for rows in QUICK_ROWS if rows <= widest}
@@ -77,11 +77,11 @@ def quick_costs(engine: Engine, vocab: int, budget_s: float = 0.3) -> dict[int, 
     return _plausible(found, warm_up_ms)
 
 
-def _plausible(found: Mapping[int, Sequence[float]], warm_up_ms: float) -> dict[int, float]:
-    """Medians; one of few measurements may be wild. warm_up_ms: of a step of one row before."""
+def _plausible(found: Mapping[int, Sequence[float]], warm_up_ms: float) -> dict[int, list[float]]:
+    """One of few measurements may be wild. warm_up_ms: of a step of one row before."""
     if not found:
         return {}
     one_ms = min(warm_up_ms, median(found[1]))
-    return {1: one_ms} | {
-        rows: min(median(times), DEAREST * rows * one_ms) for rows, times in found.items() if rows > 1
+    return {1: [one_ms]} | {
+        rows: [min(ms, DEAREST * rows * one_ms) for ms in times] for rows, times in found.items() if rows > 1
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import pytest
 
@@ -169,16 +171,28 @@ def test_what_is_kept_from_answer_to_answer_does_not_creep() -> None:
     """Answers begin slowly, and end as the machine is; only one and two rows are tried. What was learned is handed on
     through a hundred of them."""
     rng = random.Random(3)
-    known = {1: 4.0, 2: 5.0, 3: 6.0, 9: 12.0, 17: 20.0}
+    known: Mapping[int, float | Sequence[float]] = {1: 4.0, 2: 5.0, 3: 6.0, 9: 12.0, 17: 20.0}
     for _ in range(100):
         table = CostTable(known_ms=known)
         for cycle in range(40):
             slow = rng.lognormvariate(0, 0.1) * (1.6 if cycle < 10 else 1.0) * (3.0 if rng.random() < 0.05 else 1.0)
             rows = 1 + cycle % 2
             table.observe(rows, (4.0, 5.0)[rows - 1] * slow)
-        known = table.known
+        known = table.latest
     for rows, ms in {1: 4.0, 2: 5.0, 3: 6.0, 9: 12.0, 17: 20.0}.items():
-        assert known[rows] == pytest.approx(ms, rel=0.15)
+        assert median(known[rows]) == pytest.approx(ms, rel=0.15)
+
+
+def test_a_wrong_time_is_outvoted_by_what_a_few_answers_measured() -> None:
+    """The first start was disturbed: t(3) looks twice as dear as it is. Each answer tries three rows twice."""
+    known: Mapping[int, Sequence[float]] = {1: (4.0,), 3: (10.0, 11.0, 12.0), 9: (12.0,)}
+    for _ in range(4):
+        table = CostTable(known_ms=known)
+        for rows, ms in ((1, 4.0), (3, 6.0), (1, 4.0), (3, 6.0)):
+            table.observe(rows, ms)
+        known = table.latest
+    assert table.step_ms(3) == pytest.approx(6.0)
+    assert table.step_ms(9) == pytest.approx(12.0)
 
 
 def cycles_of_whole_drafts(policy: AutoGamma, cost, accepted: int, cycles: int) -> list[int]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -24,9 +25,10 @@ from specgen.tune.skip_search import SkipChoice
 
 SCOPE = Scope("ab" * 32, "a processor, 2 threads", "specgen 0")
 OTHER = Scope("ab" * 32, "a processor, 1 thread", "specgen 0")
-TABLE = {1: 4.0, 2: 4.5, 9: 13.25}
+TABLE = {1: (4.0,), 2: (4.5, 4.25, 5.0), 9: (13.25,)}
 DRAFT = f"model {'cd' * 32}"
 """The draft model of `speculation`."""
+CHEAP = {rows: (ms,) for rows, ms in {1: 5.0, 2: 5.05, 3: 5.1, 5: 5.2, 9: 5.4, 17: 5.8}.items()}
 LEARNED = Learned(TABLE, {DRAFT: 0.25})
 
 
@@ -43,13 +45,15 @@ def test_a_table_comes_back(store: CostStore, tmp_path: Path) -> None:
 
 
 def damaged() -> Iterator[object]:
-    good = {"schema": 3, "scope": asdict(SCOPE), "step_ms": {"1": 4.0}, "agreement": {}}
-    yield {**good, "schema": 1}
+    good = {"schema": 4, "scope": asdict(SCOPE), "step_ms": {"1": [4.0]}, "agreement": {}}
+    yield {**good, "schema": 3}
     yield {**good, "scope": asdict(OTHER)}
     yield {**good, "more": 1}
     yield {key: value for key, value in good.items() if key != "scope"}
-    for table in ([], {"0": 1.0}, {"1": -1.0}, {"1": "four"}, {"one": 1.0}, {"100000": 1.0}, {"1": None}, {"1": 1e300}):
+    for table in ([], {"0": [1.0]}, {"one": [1.0]}, {"100000": [1.0]}):
         yield {**good, "step_ms": table}
+    for times in (1.0, None, [], [-1.0], ["four"], [None], [1e300], [4.0, 0.0], [4.0] * 10):
+        yield {**good, "step_ms": {"1": times}}
     for shares in ([], {"model": 1.5}, {"model": -0.1}, {"model": "half"}, {"skip": None}):
         yield {**good, "agreement": shares}
     yield []
@@ -62,7 +66,7 @@ def test_a_damaged_file_is_no_table(store: CostStore, value: object) -> None:
     assert store.load() is None
 
 
-def measured_never() -> dict[int, float]:
+def measured_never() -> dict[int, list[float]]:
     raise AssertionError("there is a table already")
 
 
@@ -77,21 +81,20 @@ def test_answers_teach_and_the_next_session_begins_with_it(store: CostStore) -> 
     assert kept.step_ms != TABLE
     second = speculation(draft_seed=None)
     second.recall_costs(store, measured_never)
-    assert second.costs.known == pytest.approx(kept.step_ms)
+    assert second.costs.known == pytest.approx({rows: median(times) for rows, times in kept.step_ms.items()})
     assert second.learned == kept
 
 
 def test_a_draft_that_was_worthless_is_not_read_into_the_next_prompt(store: CostStore) -> None:
     options = RunOptions(proposer="model")
-    cheap = {1: 5.0, 2: 5.05, 3: 5.1, 5: 5.2, 9: 5.4, 17: 5.8}
     first = speculation(draft_seed=5)
-    first.recall_costs(store, lambda: dict(cheap))
+    first.recall_costs(store, lambda: CHEAP)
     assert answer(first, options)[1].proposed, "without experience it is tried"
     first.finish([1, 2, 3])
     kept = store.load()
     assert kept is not None
     assert kept.agreement[DRAFT] < 0.5
-    store.save(Learned(cheap, {DRAFT: 0.02}))
+    store.save(Learned(CHEAP, {DRAFT: 0.02}))
     second = speculation(draft_seed=5)
     second.recall_costs(store, measured_never)
     assert not answer(second, options)[1].proposed
@@ -111,7 +114,7 @@ def test_what_one_skip_set_taught_is_not_held_against_the_next(
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     made = speculation(draft_seed=None)
-    made.recall_costs(store, lambda: {1: 5.0, 2: 5.05, 3: 5.1, 5: 5.2, 9: 5.4, 17: 5.8})
+    made.recall_costs(store, lambda: CHEAP)
     options = RunOptions(proposer="skip")
     made.use_skips(SkipChoice(frozenset({("mlp", 1)}), 0.9, 1.0, 0))
     assert answer(made, options)[1].proposed
@@ -139,7 +142,7 @@ def test_a_first_start_measures_and_leaves_no_trace(tmp_path: Path) -> None:
     engine = session.engine
     found = quick_costs(engine, session.loaded.spec.vocab, budget_s=60.0)
     assert set(found) == set(QUICK_ROWS)
-    assert all(ms > 0.0 for ms in found.values())
+    assert all(ms > 0.0 for times in found.values() for ms in times)
     assert engine.cache.length == engine.cache.reserved == 0
     assert engine.committed == []
     assert quick_costs(engine, session.loaded.spec.vocab, budget_s=-1.0) == {}, "nothing is begun behind the budget"
@@ -163,8 +166,8 @@ def test_a_process_that_was_stopped_does_not_learn_that_drafts_are_hopeless(
     monkeypatch.setattr(steptime, "step_task", step_task)
     monkeypatch.setattr(steptime, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     found = quick_costs(session.engine, session.loaded.spec.vocab)
-    assert all(4.0 + rows <= ms <= 2 * rows * 5.0 for rows, ms in found.items())
-    assert found.get(1, 5.0) == 5.0
+    assert all(4.0 + rows <= ms <= 2 * rows * 5.0 for rows, times in found.items() for ms in times)
+    assert found.get(1, [5.0]) == [5.0]
 
 
 def test_a_session_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +176,8 @@ def test_a_session_recalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     first = tiny_session(path)
     kept = CostStore(first.scope).load()
     assert kept is not None
-    assert kept.step_ms == pytest.approx(first.speculation.learned.step_ms, abs=1e-5)
+    for rows, times in first.speculation.learned.step_ms.items():
+        assert kept.step_ms[rows] == pytest.approx(times, abs=1e-5)
     monkeypatch.setattr("specgen.session.quick_costs", lambda *_: measured_never())
     assert tiny_session(path).speculation.learned == kept
 

@@ -194,7 +194,7 @@ def test_forget_removes_stale_and_broken_plans_of_that_model_alone(store: PlanSt
         (CostStore(scope, store.folder), SkipStore(scope.digest, 4, store.folder)) for scope in (SCOPE, other.scope)
     ]
     for costs, skips in beside:
-        costs.save(Learned({1: 4.0}))
+        costs.save(Learned({1: [4.0]}))
         skips.save(SkipChoice(frozenset({("mlp", 1)}), 0.9, 1.1, 2))
     assert store.forget(SCOPE.digest) == 2
     assert store.all() == [other]

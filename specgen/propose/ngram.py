@@ -120,6 +120,8 @@ class NgramProposer:
         best = self._best(min(self._width, limit))
         if not best:
             return None
+        if len(best) == 1:
+            return Draft.chain(self._copy(best[0], limit), source=self.name, match=best[0].match)
         branches = [self._copy(found, share) for found, share in zip(best, _shares(limit, len(best)), strict=True)]
         return self._draft(branches, best[0].match)
 

@@ -8,7 +8,7 @@ model pays for every level: how deep it may go is decided before it begins, by h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.draft import Draft
@@ -153,19 +153,19 @@ class AutoGamma:
 
     def best_gamma(self, kind: Kind, most: int) -> int:
         """The γ in 0 … most of a chain that costs nothing more to propose; 0 unless it beats plain by MARGIN."""
-        return self._fastest(self.survival.survival(kind, most), range(1, most + 1), lambda _: self._lookup_ms)
+        return self._fastest(self.survival.levels(kind), range(1, most + 1), lambda _: self._lookup_ms)
 
     def best_depth(self, source: str) -> int:
         """How many levels are worth asking a model for, 0 when none."""
         # A model that has not shown what it is worth goes one level deeper with every draft.
         most = min(self.most, PROBE_LEVELS + self.survival.drafts(all_of(source)))
-        survival = self.survival.survival(all_of(source), most)
         sizes = [self.width * level for level in range(1, most + 1)]
+        survival = self.survival.levels(all_of(source))
         return self._fastest(survival, sizes, lambda levels: self._propose_ms(source, levels))
 
     def worth(self, draft: Draft) -> bool:
         """Whether a draft that is there would be checked; asking changes nothing."""
-        return self._best_level(draft) > 0
+        return self._best_level(draft, kind_of(draft.source, draft.match, draft.confidence)) > 0
 
     def trim(self, draft: Draft) -> Draft | None:
         if self._asked and draft.source == self._asked_source:
@@ -173,7 +173,7 @@ class AutoGamma:
             if self._probing:
                 return draft
         kind = kind_of(draft.source, draft.match, draft.confidence)
-        if level := self._best_level(draft):
+        if level := self._best_level(draft, kind):
             self._probes.take_up(kind)
             self._loss_ms.pop(draft.source, None)
             self._probing = False
@@ -194,32 +194,34 @@ class AutoGamma:
     def _cut(draft: Draft, levels: int) -> Draft:
         return draft if draft.indivisible else draft.first(draft.level_sizes[levels - 1])
 
-    def _best_level(self, draft: Draft) -> int:
+    def _best_level(self, draft: Draft, kind: Kind) -> int:
         """Levels of the draft worth checking. The time to propose is spent, so it weighs on every choice alike."""
-        kind = kind_of(draft.source, draft.match, draft.confidence)
         model = draft.source in self._drafting
         spent = self._propose_ms(draft.source, self._asked or 1) if model else self._lookup_ms
         sizes = draft.level_sizes
         if draft.indivisible:
             sizes = [len(draft)] * len(sizes)
-        return self._fastest(self.survival.survival(kind, len(sizes)), sizes, lambda _: spent)
+        return self._fastest(self.survival.levels(kind), sizes, lambda _: spent)
 
     def _fastest(
         self,
-        survival: Sequence[float],  # s_1 … s_L
+        survival: Iterable[float],  # s_1, s_2, … for as long as it is asked
         sizes: Sequence[int],  # nodes of a draft of 1 … L levels
         propose_ms: Callable[[int], float],  # of that many levels, 0 included
     ) -> int:
         """The number of levels 0 … L with the highest expected speed, 0 unless it beats plain by MARGIN."""
         best, best_speed = 0, MARGIN / (self.costs.step_ms(1) + propose_ms(0))
         expected = 1.0
-        for level, (share, size) in enumerate(zip(survival, sizes, strict=True), start=1):
+        for level, (share, size) in enumerate(zip(survival, sizes, strict=False), start=1):
             if share < NEGLIGIBLE:
                 break
             expected += share
-            speed = expected / (self.costs.step_ms(1 + size) + propose_ms(level))
-            if speed > best_speed:
-                best, best_speed = level, speed
+            ms = self.costs.step_ms(1 + size) + propose_ms(level)
+            if expected > best_speed * ms:
+                best, best_speed = level, expected / ms
+            # Deeper levels take at least as long, and at most all that came so far comes through them.
+            elif expected + share * (len(sizes) - level) < best_speed * ms:
+                break
         return best
 
     def _propose_ms(self, source: str, levels: int) -> float:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import le
 from statistics import median
 
 RECENT = 9
@@ -25,16 +26,19 @@ OUTLIER = 2.0
 class CostTable:
     """t(R) in milliseconds, measured where it can be and interpolated elsewhere; never falling with R."""
 
-    def __init__(self, slope: float = 0.12, known_ms: Mapping[int, float] | None = None) -> None:
-        """slope: assumed (t(R + 1) - t(R)) / t(1) before anything is known; known_ms: a calibrated table."""
+    def __init__(self, slope: float = 0.12, known_ms: Mapping[int, float | Sequence[float]] | None = None) -> None:
+        """slope: assumed (t(R + 1) - t(R)) / t(1) before anything is known; known_ms: by rows, what a calibrated table
+        says, or measurements from before (`latest` of another table)."""
         self.slope = slope
-        known = known_ms or {}
-        self._plain = deque([known[1]] * TRUST if 1 in known else [], RECENT)  # milliseconds
-        self._base = known.get(1, 1.0)  # t(1); 1 ms until it was measured
-        # Over the t(1) of their moment, and the medians of that.
-        self._seen = {rows: deque([ms / self._base] * TRUST, RECENT) for rows, ms in known.items() if rows > 1}
-        self._ratio = {rows: ms / self._base for rows, ms in known.items() if rows > 1}
-        self._points: list[tuple[int, float]] | None = None  # of `_monotone`, until the next measurement
+        seen = {rows: [ms] * TRUST if isinstance(ms, int | float) else ms for rows, ms in (known_ms or {}).items()}
+        self._plain = deque(seen.get(1, ()), RECENT)  # milliseconds
+        self._base = median(self._plain) if self._plain else 1.0  # t(1); 1 ms until it was measured
+        # Over the t(1) of their moment, and the medians of that, by ascending rows.
+        self._seen = {rows: deque((ms / self._base for ms in seen[rows]), RECENT) for rows in sorted(seen) if rows > 1}
+        self._ratio = {rows: median(ratios) for rows, ratios in self._seen.items()}
+        self._rows: list[int] = []  # of `known`, made non-decreasing, until the next measurement; and their times
+        self._times: list[float] = []
+        self._step_ms: dict[int, float] = {}  # what was asked for since
 
     def observe(self, rows: int, ms: float) -> None:
         """A step of `rows` rows took `ms`."""
@@ -44,10 +48,9 @@ class CostTable:
         if rows == 1:
             self._observe_plain(ms)
         else:
-            seen = self._seen.setdefault(rows, deque(maxlen=RECENT))
-            seen.append(ms / self._base)
-            self._ratio[rows] = median(seen)
-        self._points = None
+            self._observe_wide(rows, ms / self._base)
+        self._rows.clear()
+        self._step_ms.clear()
 
     def _observe_plain(self, ms: float) -> None:
         first = not self._plain
@@ -56,6 +59,13 @@ class CostTable:
         if first:  # until now the ratios were milliseconds
             self._seen = {rows: deque((r / self._base for r in seen), RECENT) for rows, seen in self._seen.items()}
             self._ratio = {rows: median(seen) for rows, seen in self._seen.items()}
+
+    def _observe_wide(self, rows: int, ratio: float) -> None:
+        if rows not in self._seen:
+            self._seen[rows] = deque(maxlen=RECENT)
+            self._ratio = {known: self._ratio.get(known, ratio) for known in sorted(self._seen)}
+        self._seen[rows].append(ratio)
+        self._ratio[rows] = median(self._seen[rows])
 
     @property
     def is_empty(self) -> bool:
@@ -66,7 +76,15 @@ class CostTable:
     def known(self) -> dict[int, float]:
         """Milliseconds of the row counts that were measured, as of now."""
         plain = {1: self._base} if self._plain else {}
-        return plain | {rows: self._base * ratio for rows, ratio in sorted(self._ratio.items())}
+        return plain | {rows: self._base * ratio for rows, ratio in self._ratio.items()}
+
+    @property
+    def latest(self) -> dict[int, tuple[float, ...]]:
+        """The measurements behind `known`, in milliseconds as of now: handed on, they are outvoted by later ones, as a
+        median alone would never be by the few that one answer brings. Of one row there is t(1), which the others are
+        measured by."""
+        plain = {1: (self._base,) * TRUST} if self._plain else {}
+        return plain | {rows: tuple(self._base * ratio for ratio in self._seen[rows]) for rows in self._ratio}
 
     def ratio(self, rows: int) -> float:
         """t(rows) / t(1) ≥ 1."""
@@ -74,45 +92,52 @@ class CostTable:
 
     def step_ms(self, rows: int) -> float:
         """t(rows); in units of t(1) = 1 while nothing is known."""
-        if self._points is None:
-            self._points = self._monotone()
-        points = self._points
-        if not points:
+        ms = self._step_ms.get(rows)
+        if ms is None:
+            ms = self._step_ms[rows] = self._estimate(rows)
+        return ms
+
+    def _estimate(self, rows: int) -> float:
+        if not self._rows:
+            self._rows, self._times = self._monotone()
+        known, times = self._rows, self._times
+        if not known:
             return self._line(rows)
-        index = bisect_left(points, (rows, 0.0))  # the first point that is as wide
-        if index == len(points):
-            return self._beyond(points, rows)
-        r1, m1 = points[index]
-        if r1 == rows:
-            return m1
+        index = bisect_left(known, rows)  # the first that is as wide
+        if index == len(known):
+            return self._beyond(rows)
+        if known[index] == rows:
+            return times[index]
         if index == 0:
             # Only wider steps are known: assume the slope between.
-            return m1 * self._line(rows) / self._line(r1)
-        r0, m0 = points[index - 1]
-        return m0 + (m1 - m0) * (rows - r0) / (r1 - r0)
+            return times[0] * self._line(rows) / self._line(known[0])
+        share = (rows - known[index - 1]) / (known[index] - known[index - 1])
+        return times[index - 1] + share * (times[index] - times[index - 1])
 
     def _line(self, rows: int) -> float:
         """What is assumed of t(rows) / t(1)."""
         return 1.0 + self.slope * (rows - 1)
 
-    def _beyond(self, points: list[tuple[int, float]], rows: int) -> float:
+    def _beyond(self, rows: int) -> float:
         """Extrapolation by the measured slope: hopeful, so that wider steps get tried, and then known."""
-        (r0, m0), (r1, m1) = points[0], points[-1]
+        (r0, m0), (r1, m1) = (self._rows[0], self._times[0]), (self._rows[-1], self._times[-1])
         if r0 == r1:
             return m1 * self._line(rows) / self._line(r1)
         return m1 + (m1 - m0) / (r1 - r0) * (rows - r1)
 
-    def _monotone(self) -> list[tuple[int, float]]:
-        """The measured points made non-decreasing (pool adjacent violators, weighted)."""
+    def _monotone(self) -> tuple[list[int], list[float]]:
+        """The measured row counts and their times made non-decreasing (pool adjacent violators, weighted)."""
         known = self.known
+        rows, times = list(known), list(known.values())
+        if all(map(le, times, times[1:])):
+            return rows, times
         pools: list[list[float]] = []  # [weighted mean, weight, count of points]
-        for rows, ms in known.items():
-            pools.append([ms, len(self._plain if rows == 1 else self._seen[rows]), 1])
+        for count, ms in known.items():
+            pools.append([ms, len(self._plain if count == 1 else self._seen[count]), 1])
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                mean, weight, count = pools.pop()
+                mean, weight, merged = pools.pop()
                 last = pools[-1]
                 last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)
                 last[1] += weight
-                last[2] += count
-        levels = [mean for mean, _, count in pools for _ in range(int(count))]
-        return list(zip(known, levels, strict=True))
+                last[2] += merged
+        return rows, [mean for mean, _, merged in pools for _ in range(int(merged))]

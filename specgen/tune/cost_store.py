@@ -7,7 +7,7 @@ used.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -15,10 +15,11 @@ from typing import get_args
 from specgen.errors import SpecgenError
 from specgen.options import MAX_GAMMA, MAX_TREE, ProposerName
 from specgen.paths import data_dir
+from specgen.tune.cost import RECENT
 from specgen.tune.plan import Scope, file_key, read_json, write_json
 from specgen.tune.setting import checked_object
 
-SCHEMA = 3
+SCHEMA = 4
 MOST_ROWS = 1 + MAX_GAMMA * MAX_TREE
 
 
@@ -26,7 +27,7 @@ MOST_ROWS = 1 + MAX_GAMMA * MAX_TREE
 class Learned:
     """t(R), and how often the models that draft were right."""
 
-    step_ms: Mapping[int, float] = field(default_factory=dict)  # by rows
+    step_ms: Mapping[int, Sequence[float]] = field(default_factory=dict)  # latest measurements by rows
     agreement: Mapping[str, float] = field(default_factory=dict)  # 0 … 1, by what drafted: "proposer which"
 
 
@@ -52,18 +53,19 @@ class CostStore:
 
     def save(self, learned: Learned) -> None:
         """SpecgenError when it cannot be written."""
-        table = {str(rows): round(ms, 6) for rows, ms in learned.step_ms.items()}
+        table = {str(rows): [round(ms, 6) for ms in times] for rows, times in learned.step_ms.items()}
         shares = {name: round(share, 6) for name, share in learned.agreement.items()}
         known = {"schema": SCHEMA, "scope": asdict(self._scope), "step_ms": table, "agreement": shares}
         write_json(self.path, known)
 
 
-def _table(value: object) -> dict[int, float]:
+def _table(value: object) -> dict[int, tuple[float, ...]]:
     if not isinstance(value, dict) or not value:
         raise ValueError("not a table")
-    table = {int(rows): float(ms) for rows, ms in value.items()}
-    if not all(1 <= rows <= MOST_ROWS and 0.0 < ms < 1e9 for rows, ms in table.items()):
-        raise ValueError("not a cost table")
+    table = {int(rows): tuple(map(float, times)) for rows, times in value.items()}
+    for rows, times in table.items():
+        if not (1 <= rows <= MOST_ROWS and 1 <= len(times) <= RECENT and all(0.0 < ms < 1e9 for ms in times)):
+            raise ValueError("not a cost table")
     return table
 
 

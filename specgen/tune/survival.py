@@ -5,7 +5,9 @@ Knows: which kinds of draft were accepted how far, lately. Does not know: costs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
 
 DECAY = 0.93
 """Weight of the past per observed draft of a kind: a change of text is followed within some tens of cycles."""
@@ -41,11 +43,12 @@ def all_of(source: str) -> Kind:
     return source, ALL
 
 
-def _prior(kind: Kind, position: int) -> float:
-    """Acceptance at a position before anything is known: a longer match, or more confidence, is trusted more."""
+def _priors(kind: Kind) -> tuple[float, float]:
+    """Acceptance at the first and at later positions before anything is known: a longer match, or more confidence, is
+    trusted more."""
     _, bucket = kind
     first = OVERALL if bucket == ALL else FIRST[bucket]
-    return first if position == 0 else min(MOST, first + LATER)
+    return first, min(MOST, first + LATER)
 
 
 @dataclass(slots=True)
@@ -90,18 +93,18 @@ class SurvivalEstimate:
 
     def survival(self, kind: Kind, depth: int) -> list[float]:
         """s_1 … s_depth."""
+        return list(islice(self.levels(kind), depth))
+
+    def levels(self, kind: Kind) -> Iterator[float]:
+        """s_1, s_2, … without end."""
         counts = self._counts.get(kind, _Counts())
-        shares: list[float] = []
+        observed = chain(zip(counts.tried, counts.accepted, strict=True), repeat((0.0, 0.0)))
+        first, later = _priors(kind)
         survived = 1.0
-        last_seen = 1.0
-        for position in range(depth):
-            tried = counts.tried[position] if position < len(counts.tried) else 0.0
-            accepted = counts.accepted[position] if position < len(counts.accepted) else 0.0
-            prior = _prior(kind, position)
-            if position:
-                # Deeper positions are seen rarely: what the one before showed is the better guess.
-                prior = 0.5 * (prior + last_seen)
-            last_seen = (accepted + counts.prior * prior) / (tried + counts.prior)
-            survived *= last_seen
-            shares.append(survived)
-        return shares
+        shown = first
+        for tried, accepted in observed:
+            # Deeper positions are seen rarely: what the one before showed is the better guess.
+            shown = (accepted + counts.prior * shown) / (tried + counts.prior)
+            survived *= shown
+            yield survived
+            shown = 0.5 * (later + shown)
