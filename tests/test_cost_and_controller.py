@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -278,9 +278,11 @@ def test_a_cut_answer_says_nothing_about_what_was_behind_it() -> None:
 class Bench:
     """Cycles of a policy against a synthetic draft model: t_propose = levels · draft_ms (+ what it has not read)."""
 
-    def __init__(self, policy: AutoGamma, draft_ms: float, cost=lambda rows: 10 + 0.3 * rows, read_ms: float = 0.0):
+    def __init__(
+        self, policy: AutoGamma, draft_ms: float, cost=lambda rows: 10 + 0.3 * rows, read_ms: float = 0.0, seed: int = 2
+    ):
         self.policy, self.draft_ms, self.cost, self.read_ms = policy, draft_ms, cost, read_ms
-        self.rng = random.Random(2)
+        self.rng = random.Random(seed)
         self.unread = 0
         self.ms = 0.0
         self.tokens = 0
@@ -344,13 +346,16 @@ def test_a_cheap_good_draft_goes_deep_and_a_dear_one_shallow() -> None:
 
 def test_the_depth_is_near_the_best_fixed_one() -> None:
     for draft_ms, accept in ((0.5, 0.8), (2.0, 0.8), (1.0, 0.5), (3.0, 0.9)):
-        auto = Bench(model_policy(), draft_ms)
-        auto.cycles(2000, accept)
+        found = []
+        for seed in range(4):
+            auto = Bench(model_policy(), draft_ms, seed=seed)
+            auto.cycles(2000, accept)
+            found.append(auto.against_plain)
         speeds = []
         for gamma in range(17):
             expected = sum(accept**k for k in range(gamma + 1))
             speeds.append(expected * auto.cost(1) / (auto.cost(1 + gamma) + gamma * draft_ms))
-        assert auto.against_plain > 0.95 * max(speeds)
+        assert fmean(found) > 0.955 * max(speeds)
 
 
 @pytest.mark.parametrize("draft_ms", [2.0, 9.0])

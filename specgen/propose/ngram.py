@@ -6,10 +6,8 @@ lookup, however long the context. Does not know: any model, files. Source: Saxen
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specgen.draft import ROOT, Draft
 from specgen.options import NgramOptions
@@ -32,6 +30,7 @@ class NgramIndex:
         self.n_max = options.n_max
         self.n_min = options.n_min
         self.tokens: list[int] = []
+        self.suffixes: list[tuple[int, ...]] = []  # the n-grams that end with the last token, the shortest first
         # For each n-gram the positions that follow it, ascending.
         self._follow: dict[tuple[int, ...], list[int]] = {}
         for text in texts:
@@ -40,22 +39,25 @@ class NgramIndex:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
+        self.suffixes = self._suffixes()
         end = len(self.tokens)
-        for gram in self.grams_ending(end):
+        for gram in self.suffixes:
             self._follow.setdefault(gram, []).append(end)
 
     def pop(self) -> None:
-        for gram in self.grams_ending(len(self.tokens)):
+        for gram in self.suffixes:
             positions = self._follow[gram]
             positions.pop()
             if not positions:
                 del self._follow[gram]
         self.tokens.pop()
+        self.suffixes = self._suffixes()
 
-    def grams_ending(self, end: int) -> list[tuple[int, ...]]:
-        """The n-grams that end just before position `end`, the shortest first."""
-        grams = (tuple(self.tokens[end - n : end]) for n in range(self.n_min, min(self.n_max, end) + 1))
-        return [gram for gram in grams if GAP not in gram]
+    def _suffixes(self) -> list[tuple[int, ...]]:
+        tail = tuple(self.tokens[-self.n_max :])
+        if GAP in tail:
+            tail = tail[len(tail) - tail[::-1].index(GAP) :]
+        return [tail[len(tail) - n :] for n in range(self.n_min, len(tail) + 1)]
 
     def places(self, gram: tuple[int, ...]) -> list[int]:
         """The last few positions that follow `gram` and hold a token."""
@@ -82,8 +84,7 @@ class NgramIndex:
         return copied
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """An earlier occurrence of the suffix. Candidates are compared by their fields, in this order."""
 
     rank: int  # of the match length: lengths of like size count as equal
@@ -92,10 +93,6 @@ class _Candidate:
     match: int  # tokens
     place: int
     token: int
-
-    @property
-    def key(self) -> tuple[int, int, bool, int, int]:
-        return self.rank, self.frequency, self.here, self.match, self.place
 
 
 class NgramProposer:
@@ -136,8 +133,8 @@ class NgramProposer:
         """The best occurrence for each of at most `width` next tokens: of the longest suffix that stood before, then of
         shorter ones while there are too few."""
         best: dict[int, _Candidate] = {}
-        for gram in reversed(self._here.grams_ending(len(self._here.tokens))):
-            for found in sorted(self._candidates(gram), key=lambda one: one.key, reverse=True):
+        for gram in reversed(self._here.suffixes):
+            for found in sorted(self._candidates(gram), reverse=True):
                 best.setdefault(found.token, found)
                 if len(best) == width:
                     return list(best.values())
@@ -148,11 +145,11 @@ class NgramProposer:
         found = [(self._here, place) for place in self._here.places(gram)]
         if self._earlier is not None:
             found += [(self._earlier, place) for place in self._earlier.places(gram)]
-        counts = Counter(index.tokens[place] for index, place in found)
+        nexts = [index.tokens[place] for index, place in found]
         candidates = []
-        for index, place in found:
-            token, match = index.tokens[place], index.match_length(place, tokens)
-            candidates.append(_Candidate(match.bit_length(), counts[token], index is self._here, match, place, token))
+        for (index, place), token in zip(found, nexts, strict=True):
+            match, frequency = index.match_length(place, tokens), nexts.count(token)
+            candidates.append(_Candidate(match.bit_length(), frequency, index is self._here, match, place, token))
         return candidates
 
     def _copy(self, found: _Candidate, count: int) -> list[int]:

@@ -36,9 +36,11 @@ class CostTable:
         # Over the t(1) of their moment, and the medians of that, by ascending rows.
         self._seen = {rows: deque((ms / self._base for ms in seen[rows]), RECENT) for rows in sorted(seen) if rows > 1}
         self._ratio = {rows: median(ratios) for rows, ratios in self._seen.items()}
-        self._rows: list[int] = []  # of `known`, made non-decreasing, until the next measurement; and their times
-        self._times: list[float] = []
-        self._step_ms: dict[int, float] = {}  # what was asked for since
+        # What is known, made non-decreasing: rows, and their times over t(1). Until one of them changes, like what was
+        # asked for of others.
+        self._rows: list[int] = []
+        self._levels: list[float] = []
+        self._asked: dict[int, float] = {}
 
     def observe(self, rows: int, ms: float) -> None:
         """A step of `rows` rows took `ms`."""
@@ -49,8 +51,6 @@ class CostTable:
             self._observe_plain(ms)
         else:
             self._observe_wide(rows, ms / self._base)
-        self._rows.clear()
-        self._step_ms.clear()
 
     def _observe_plain(self, ms: float) -> None:
         first = not self._plain
@@ -59,13 +59,16 @@ class CostTable:
         if first:  # until now the ratios were milliseconds
             self._seen = {rows: deque((r / self._base for r in seen), RECENT) for rows, seen in self._seen.items()}
             self._ratio = {rows: median(seen) for rows, seen in self._seen.items()}
+            self._asked.clear()
 
     def _observe_wide(self, rows: int, ratio: float) -> None:
         if rows not in self._seen:
             self._seen[rows] = deque(maxlen=RECENT)
             self._ratio = {known: self._ratio.get(known, ratio) for known in sorted(self._seen)}
         self._seen[rows].append(ratio)
-        self._ratio[rows] = median(self._seen[rows])
+        before, self._ratio[rows] = self._ratio[rows], median(self._seen[rows])
+        if self._ratio[rows] != before or len(self._seen[rows]) == 1:
+            self._asked.clear()
 
     @property
     def is_empty(self) -> bool:
@@ -86,33 +89,37 @@ class CostTable:
         plain = {1: (self._base,) * TRUST} if self._plain else {}
         return plain | {rows: tuple(self._base * ratio for ratio in self._seen[rows]) for rows in self._ratio}
 
-    def ratio(self, rows: int) -> float:
-        """t(rows) / t(1) ≥ 1."""
-        return self.step_ms(rows) / self.step_ms(1)
-
     def step_ms(self, rows: int) -> float:
         """t(rows); in units of t(1) = 1 while nothing is known."""
-        ms = self._step_ms.get(rows)
-        if ms is None:
-            ms = self._step_ms[rows] = self._estimate(rows)
-        return ms
+        return self._base * self._relative(rows)
+
+    def ratio(self, rows: int) -> float:
+        """t(rows) / t(1) ≥ 1."""
+        return self._relative(rows) / self._relative(1)
+
+    def _relative(self, rows: int) -> float:
+        """t(rows) over the base, which is t(1) unless some wider step was faster."""
+        if not self._asked:
+            self._rows, self._levels = self._monotone()
+        found = self._asked.get(rows)
+        if found is None:
+            found = self._asked[rows] = self._estimate(rows)
+        return found
 
     def _estimate(self, rows: int) -> float:
-        if not self._rows:
-            self._rows, self._times = self._monotone()
-        known, times = self._rows, self._times
+        known, levels = self._rows, self._levels
         if not known:
             return self._line(rows)
         index = bisect_left(known, rows)  # the first that is as wide
         if index == len(known):
             return self._beyond(rows)
         if known[index] == rows:
-            return times[index]
+            return levels[index]
         if index == 0:
             # Only wider steps are known: assume the slope between.
-            return times[0] * self._line(rows) / self._line(known[0])
+            return levels[0] * self._line(rows) / self._line(known[0])
         share = (rows - known[index - 1]) / (known[index] - known[index - 1])
-        return times[index - 1] + share * (times[index] - times[index - 1])
+        return levels[index - 1] + share * (levels[index] - levels[index - 1])
 
     def _line(self, rows: int) -> float:
         """What is assumed of t(rows) / t(1)."""
@@ -120,24 +127,25 @@ class CostTable:
 
     def _beyond(self, rows: int) -> float:
         """Extrapolation by the measured slope: hopeful, so that wider steps get tried, and then known."""
-        (r0, m0), (r1, m1) = (self._rows[0], self._times[0]), (self._rows[-1], self._times[-1])
+        (r0, m0), (r1, m1) = (self._rows[0], self._levels[0]), (self._rows[-1], self._levels[-1])
         if r0 == r1:
             return m1 * self._line(rows) / self._line(r1)
         return m1 + (m1 - m0) / (r1 - r0) * (rows - r1)
 
     def _monotone(self) -> tuple[list[int], list[float]]:
-        """The measured row counts and their times made non-decreasing (pool adjacent violators, weighted)."""
-        known = self.known
-        rows, times = list(known), list(known.values())
-        if all(map(le, times, times[1:])):
-            return rows, times
+        """What was measured, made non-decreasing (pool adjacent violators, weighted): (rows, times over the base)."""
+        weights = {1: len(self._plain)} if self._plain else {}
+        weights |= {rows: len(self._seen[rows]) for rows in self._ratio}
+        rows, levels = list(weights), [1.0] * (1 if self._plain else 0) + list(self._ratio.values())
+        if all(map(le, levels, levels[1:])):
+            return rows, levels
         pools: list[list[float]] = []  # [weighted mean, weight, count of points]
-        for count, ms in known.items():
-            pools.append([ms, len(self._plain if count == 1 else self._seen[count]), 1])
+        for level, weight in zip(levels, weights.values(), strict=True):
+            pools.append([level, weight, 1])
             while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                mean, weight, merged = pools.pop()
+                mean, more, merged = pools.pop()
                 last = pools[-1]
-                last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)
-                last[1] += weight
+                last[0] = (last[0] * last[1] + mean * more) / (last[1] + more)
+                last[1] += more
                 last[2] += merged
         return rows, [mean for mean, _, merged in pools for _ in range(int(merged))]
