@@ -24,6 +24,7 @@ from specgen.kernels.device import use_device
 from specgen.kernels.device_sampling import DeviceCut, DeviceNoise, device_cut, device_noise, is_ranked
 from specgen.model.decoder import Decoder
 from specgen.model.device import DeviceDecoder
+from specgen.model.planned import PlannedDecoder, PlannedRunner
 from specgen.sampling import Drawing
 from specgen.step import EagerRunner, StepOut, StepRunner
 
@@ -301,6 +302,8 @@ def build_runner(
     vocab: int | None = None,  # see GraphRunner; None for a model that drafts
 ) -> tuple[StepRunner, str | None]:
     """How `model` takes its steps over `cache`, and one line for the user when that is not the intended way."""
+    if isinstance(model, PlannedDecoder) and model.draws:
+        return PlannedRunner(model), None
     if graphs is None or not isinstance(model, DeviceDecoder):
         return EagerRunner(model), None
     if model.refusal is not None:

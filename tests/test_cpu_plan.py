@@ -11,11 +11,14 @@ from tiny import Quant, tiny_spec, tiny_weights
 from torch import Tensor
 
 from specgen.cache import KVCache
-from specgen.kernels.base import Attend
+from specgen.graph import build_runner
+from specgen.kernels.base import NON_FINITE, Attend, Truncation
 from specgen.kernels.cpu.ops import CpuKernels, Prepared
 from specgen.model.decoder import Decoder
-from specgen.model.planned import PlannedDecoder, plan_refusal
+from specgen.model.planned import PlannedDecoder, PlannedRunner, plan_refusal
 from specgen.model.spec import LayerSpec, ModelSpec, MoeSpec, NormNames
+from specgen.sampling import Drawing
+from specgen.step import DrawsRows
 
 TOKENS = [(7 * i + 3) % 97 for i in range(150)]
 TREE = (-1, 0, 0, 1, 2, 2, 3, 0, 7)
@@ -217,6 +220,63 @@ def test_nan_in_a_weight_reaches_its_logits(kernels: CpuKernels) -> None:
     out = model.forward(TOKENS[:4], Attend.chain(0, 4), model.new_cache(8), False)
     assert out.logits.isnan().all()
     assert kernels.argmax(out.logits) == [-1] * 4
+
+
+def _drawn(model: PlannedDecoder, vocab: int, rows: int = len(TREE)) -> tuple[list[int], Tensor]:
+    """Tokens and logits of a tree after 20 tokens, by a runner of a greedy answer."""
+    runner, _ = build_runner(model, cache := model.new_cache(64), None)
+    assert isinstance(runner, DrawsRows)
+    runner.draw_with(Drawing(Truncation(0.0), 1, vocab))
+    cache.reserve(20)
+    runner.prefill(TOKENS[:20], cache)
+    cache.commit(20)
+    cache.reserve(rows)
+    out = runner.step(TOKENS[40 : 40 + rows], TREE[:rows], cache)
+    assert out.drawn is not None
+    return list(out.drawn), out.logits
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 33, 64, 90, 97, 200])
+@pytest.mark.parametrize("rows", [1, 2, 5, len(TREE)])
+def test_greedy_tokens_come_with_the_logits(kernels: CpuKernels, vocab: int, rows: int) -> None:
+    model = PlannedDecoder(BASE, tiny_weights(BASE, quant="int4"), kernels)
+    drawn, logits = _drawn(model, vocab, rows)
+    assert drawn == kernels.argmax(logits[:, :vocab].contiguous()) == logits[:, :vocab].argmax(-1).tolist()
+    if vocab == 97 and rows == len(TREE):
+        assert len(set(drawn)) > 2, "the check tells rows apart"
+
+
+def test_of_equal_logits_the_lowest_id_is_drawn_whichever_thread_saw_it(kernels: CpuKernels) -> None:
+    weights = tiny_weights(BASE, quant="int4")
+    weights.norm[:] = 0.0
+    drawn, logits = _drawn(PlannedDecoder(BASE, weights, kernels), 97)
+    assert not logits.any()
+    assert drawn == [0] * len(TREE)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_token_is_drawn_from_broken_logits(kernels: CpuKernels, value: float) -> None:
+    weights = tiny_weights(BASE, quant="int4")
+    weights.norm[3] = value
+    drawn, logits = _drawn(PlannedDecoder(BASE, weights, kernels), 97)
+    assert not logits.isfinite().all(-1).any()
+    assert drawn == [NON_FINITE] * len(TREE)
+
+
+def test_only_greedy_answers_are_drawn_within_the_step(kernels: CpuKernels) -> None:
+    model = PlannedDecoder(BASE, tiny_weights(BASE, quant="int4"), kernels)
+    cache = model.new_cache(8)
+    runner, _ = build_runner(model, cache, None)
+    assert isinstance(runner, PlannedRunner)
+    cache.reserve(1)
+    for drawing in (None, Drawing(Truncation(0.7), 1, 97)):
+        runner.draw_with(Drawing(Truncation(0.0), 1, 97))
+        runner.draw_with(drawing)
+        assert runner.step([1], [-1], cache).drawn is None
+    for name in ("tied", "softcaps"):
+        scaled = PlannedDecoder(SPECS[name], tiny_weights(SPECS[name], quant="int4"), kernels)
+        runner, _ = build_runner(scaled, scaled.new_cache(8), None)
+        assert not isinstance(runner, DrawsRows), "what follows the head may make logits equal"
 
 
 def test_what_a_plan_does_not_cover_runs_op_by_op(kernels: CpuKernels) -> None:

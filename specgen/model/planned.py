@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Collection, Sequence
-from ctypes import Array, byref, c_uint8, pointer
+from ctypes import Array, byref, c_int64, c_uint8, pointer
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +22,12 @@ from specgen.kernels.cpu.ops import ACTIVATIONS, HEAD_DIM_MAX, CpuKernels, Prepa
 from specgen.model.decoder import Decoder
 from specgen.model.spec import ModelSpec, RopeSpec
 from specgen.model.weights import LayerWeights, MlpWeights, ModelWeights
-from specgen.step import StepOut
+from specgen.step import EagerRunner, StepOut
 
 if TYPE_CHECKING:
     from ctypes import _Pointer as Pointer
+
+    from specgen.sampling import Drawing
 
 QK_NORMS = {None: 0, "head": 1, "projection": 2}
 
@@ -64,9 +66,25 @@ class PlannedDecoder(Decoder):
             )
             self._plan = self._whole_plan()
 
+    @property
+    def draws(self) -> bool:
+        """Whether `forward_drawn` is possible: the family does nothing more to the head's output."""
+        return self.refusal is None and self.spec.logit_scale == 1.0 and self.spec.final_softcap is None
+
     def forward(self, tokens: Sequence[int], attend: Attend, cache: KVCache, last_only: bool) -> StepOut:
         if self.refusal is not None:
             return super().forward(tokens, attend, cache, last_only)
+        return self._step(tokens, attend, cache, last_only, None)
+
+    def forward_drawn(self, tokens: Sequence[int], attend: Attend, cache: KVCache, vocab: int) -> StepOut:
+        """All rows, each with the likeliest of its first `vocab` tokens (the lowest of equals, NON_FINITE for none): as
+        good as free where the logits are just being made."""
+        assert self.draws
+        return self._step(tokens, attend, cache, last_only=False, vocab=vocab)
+
+    def _step(
+        self, tokens: Sequence[int], attend: Attend, cache: KVCache, last_only: bool, vocab: int | None
+    ) -> StepOut:
         rows = len(tokens)
         assert rows == len(attend.parents) == len(attend.positions) > 0
         assert attend.start + rows <= cache.capacity
@@ -81,8 +99,11 @@ class PlannedDecoder(Decoder):
         skip = self._skip_flags()
         step.skip = _address(skip)
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
+        drawn = None if vocab is None else (c_int64 * rows)()
+        if drawn is not None and vocab is not None:
+            step.drawn, step.vocab = _address(drawn), min(vocab, self.spec.vocab)
         self._cpu.library.sg_step(self._cpu.context, byref(self._plan), byref(step))
-        return StepOut(self._scaled(logits), hidden)
+        return StepOut(self._scaled(logits), hidden, None if drawn is None else list(drawn))
 
     def _whole_plan(self) -> lib.Plan:
         spec, weights = self.spec, self.weights
@@ -137,6 +158,26 @@ class PlannedDecoder(Decoder):
         for index in self._skipped_mlp:
             flags[index] |= SKIP_MLP
         return flags
+
+
+class PlannedRunner(EagerRunner):
+    """Steps of a model that draws: for greedy answers each step brings the target's token of every row along."""
+
+    def __init__(self, model: PlannedDecoder) -> None:
+        super().__init__(model)
+        self._planned = model
+        self._vocab: int | None = None
+
+    def draw_with(self, drawing: Drawing | None) -> None:
+        # Whatever else decides needs the noise of each row, which is dearer than drawing only those that are kept.
+        greedy = drawing is not None and drawing.cut.temperature == 0.0
+        self._vocab = drawing.vocab if drawing is not None and greedy else None
+
+    def step(self, tokens: Sequence[int], parents: Sequence[int], cache: KVCache) -> StepOut:
+        if self._vocab is None:
+            return super().step(tokens, parents, cache)
+        attend = Attend.tree(cache.length, tuple(parents))
+        return self._planned.forward_drawn(tokens, attend, cache, self._vocab)
 
 
 def _struct(weight: Prepared) -> Pointer[lib.Linear]:

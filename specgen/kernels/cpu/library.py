@@ -140,6 +140,8 @@ class Step(Structure):
         ("skip", c_void_p),
         ("logits", c_void_p),
         ("hidden", c_void_p),
+        ("drawn", c_void_p),
+        ("vocab", c_int64),
         ("rows", c_int32),
         ("start", c_int32),
         ("last_only", c_int32),

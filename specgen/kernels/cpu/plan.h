@@ -1,11 +1,12 @@
 // A whole decoding step in one call: the ops of model/decoder.py in its order, on all threads, with barriers between.
 //
 // Knows: which ops may share a pass (norm and quantisation, q/k/v, gate/up with the activation, the residual adds) and
-// that the results are bit for bit those of the ops called one by one. Does not know: lengths, sampling.
+// that the results are bit for bit those of the ops called one by one. Does not know: lengths, noise.
 #pragma once
 
 #include "attention.h"
 #include "linear.h"
+#include "sample.h"
 
 enum QkNorm : int32_t { NO_QK_NORM, PER_HEAD, PER_PROJECTION };
 
@@ -39,6 +40,8 @@ struct Step {
     const Angles* angles;
     const uint8_t* skip;                          // layers: bit 0 without attention, bit 1 without MLP
     float *logits, *hidden;                       // (rows, …), or one row
+    int64_t* drawn;                               // rows: the likeliest token; null: nobody asks
+    int64_t vocab;                                // logits behind it are padding
     int32_t rows, start, last_only, spare;
 };
 
@@ -65,6 +68,7 @@ class StepRun {
         cut_shared(shared);
         cut_threads(threads);
         if (!chain_) fill_path(s_.parents, s_.positions, s_.rows, s_.start, b_.path);
+        if (s_.drawn != nullptr) tops_.resize(static_cast<size_t>(rows_ * pool_.size));
     }
 
     void run() {
@@ -248,6 +252,25 @@ class StepRun {
         add(thread, *l.down, b_.mlp, p_.intermediate, l.after_mlp);
     }
 
+    // The logits, and what is largest in each row: every thread looks through the columns that it has just written.
+    void head(int thread, const Rows& x, int64_t rows) {
+        const Linear& w = *p_.head;
+        if (s_.drawn == nullptr) return linears<1>(thread, x, rows, {{&w, {s_.logits, w.n, nullptr, 1.0f}}});
+        Share share(units_of(w), thread, pool_.size);
+        linear_units(w, share.begin, share.end, x, rows, {s_.logits, w.n, nullptr, 1.0f});
+        const int64_t begin = std::min(share.begin * UNIT, s_.vocab), end = std::min(share.end * UNIT, s_.vocab);
+        for (int64_t r = 0; r < rows; r++)
+            tops_[static_cast<size_t>(r * pool_.size + thread)] = top_of(s_.logits + r * w.n, begin, end);
+        pool_.barrier();
+        if (thread == 0)
+            for (int64_t r = 0; r < rows; r++) {
+                const Top* parts = tops_.data() + r * pool_.size;
+                Top top = parts[0];
+                for (int part = 1; part < pool_.size; part++) top.join(parts[part]);
+                s_.drawn[r] = top.token();
+            }
+    }
+
     void work(int thread) {
         embed(thread);
         for (int i = 0; i < p_.layer_count; i++) {
@@ -258,7 +281,7 @@ class StepRun {
         const float* x = b_.x + (rows_ - rows) * p_.hidden;
         if (thread == 0) memcpy(s_.hidden, x, sizeof(float) * static_cast<size_t>(rows * p_.hidden));
         const Rows ready = prepare_for(thread, x, rows, p_.hidden, p_.norm, p_.head);
-        linears<1>(thread, ready, rows, {{p_.head, {s_.logits, p_.head->n, nullptr, 1.0f}}});
+        head(thread, ready, rows);
     }
 
     Pool& pool_;
@@ -268,5 +291,6 @@ class StepRun {
     int64_t widest_ = 0, normed_floats_ = 0, quantised_floats_ = 0, thread_size_ = 0;
     float* thread_memory_ = nullptr;
     StepBuffers b_{};
+    std::vector<Top> tops_;  // rows × threads
     bool chain_ = true;
 };

@@ -21,28 +21,44 @@ struct Draw {
     int64_t top_k;  // 0: all
 };
 
-// The first largest of x, NON_FINITE when x has NaN or +inf or nothing above -inf.
-static int64_t argmax_row(const float* x, int64_t count) {
+// The largest of a part of a row, and the first place where it stands.
+struct Top {
+    float value = -INFINITY;
+    bool broken = false;  // by NaN or +inf
+    int64_t index = NON_FINITE;
+
+    // What stands behind this part is not larger only because it is equal.
+    void join(const Top& behind) {
+        broken |= behind.broken;
+        if (behind.value > value) value = behind.value, index = behind.index;
+    }
+    int64_t token() const { return broken ? NON_FINITE : index; }
+};
+
+static Top top_of(const float* x, int64_t begin, int64_t end) {
     VF best = splat(-INFINITY);
     VI bad{};
-    int64_t i = 0;
-    for (; i + L <= count; i += L) {
+    int64_t i = begin;
+    for (; i + L <= end; i += L) {
         const VF v = load<VF>(x + i);
         bad |= ~(v < INFINITY);  // NaN and +inf
         best = vmax(v, best);
     }
-    float top = max_lanes<float>(best);
-    bool broken = max_lanes<int32_t>(bad & 1) != 0;
-    for (; i < count; i++) {
-        broken |= !(x[i] < INFINITY);
-        top = x[i] > top ? x[i] : top;
+    Top top{max_lanes<float>(best), max_lanes<int32_t>(bad & 1) != 0};
+    for (; i < end; i++) {
+        top.broken |= !(x[i] < INFINITY);
+        top.value = x[i] > top.value ? x[i] : top.value;
     }
-    if (broken || top == -INFINITY) return NON_FINITE;
-    for (i = 0; i + L <= count; i += L)
-        if (max_lanes<int32_t>((load<VF>(x + i) == top) & 1) != 0) break;
-    while (x[i] != top) i++;
-    return i;
+    if (top.broken || top.value == -INFINITY) return top;
+    for (i = begin; i + L <= end; i += L)
+        if (max_lanes<int32_t>((load<VF>(x + i) == top.value) & 1) != 0) break;
+    while (x[i] != top.value) i++;
+    top.index = i;
+    return top;
 }
+
+// The first largest of x, NON_FINITE when x has NaN or +inf or nothing above -inf.
+static int64_t argmax_row(const float* x, int64_t count) { return top_of(x, 0, count).token(); }
 
 // High and low 32 bits of a · constant.
 SG_INLINE void multiply(VU a, uint32_t constant, VU* high, VU* low) {
