@@ -133,13 +133,15 @@ class Engine:
         assert self.cache.length == len(self.committed) - 1
         if isinstance(self.runner, DrawsRows):
             self.runner.draw_with(answer.rule.drawing(answer.sampler))
+        # Asked once: what a protocol is takes Python long to find out.
+        reader = answer.proposer if isinstance(answer.proposer, ReadsRows) else None
         produced = 0
         while True:
             reason = self._out_of_budget(answer, produced)
             if reason is not None:
                 yield Cycle((), 0, _empty_record(), reason)
                 return
-            cycle = self._cycle(answer, self._budget(answer, produced))
+            cycle = self._cycle(answer, self._budget(answer, produced), reader)
             produced += len(cycle.tokens)
             record.cycles.append(cycle.record)
             record.kv_tokens = max(record.kv_tokens, self.cache.length)
@@ -159,7 +161,7 @@ class Engine:
             return FinishReason.LENGTH
         return FinishReason.CONTEXT if len(self.committed) >= self.cache.capacity else None
 
-    def _cycle(self, answer: Answer, budget: int) -> Cycle:
+    def _cycle(self, answer: Answer, budget: int, reader: ReadsRows | None) -> Cycle:
         began = self.clock()
         asked, fallback = self._propose(answer, budget)
         proposed = self.clock()
@@ -168,8 +170,8 @@ class Engine:
             draft, out = checked.draft, checked.out
             verified = self.clock()
             verdict = self._accept(answer, draft, out)
-            if draft is not None and isinstance(answer.proposer, ReadsRows):
-                answer.proposer.checked(draft, out.logits)
+            if draft is not None and reader is not None:
+                reader.checked(draft, out.logits)
             new = [*(draft.tokens[node] for node in verdict.path if draft), verdict.next_token]
             kept, reason = answer.cut(new)
             rows = [0, *(node + 1 for node in verdict.path)][:kept]
@@ -246,7 +248,9 @@ def _parents(draft: Draft | None) -> list[int]:
 
 def _taken(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     """Rows of hidden (R, H); a view where they are the first ones, as in a chain: no index has to reach a device."""
-    return hidden[: len(rows)] if rows[-1] == len(rows) - 1 else hidden[rows]
+    if rows[-1] != len(rows) - 1:
+        return hidden[rows]
+    return hidden if len(rows) == len(hidden) else hidden.narrow(0, 0, len(rows))
 
 
 def _ending(draft: Draft | None, verdict: Verdict, kept: int) -> Ending:

@@ -10,6 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Collection, Sequence
 from ctypes import Array, byref, c_int64, c_uint8, pointer
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 QK_NORMS = {None: 0, "head": 1, "projection": 2}
 
 SKIP_ATTENTION, SKIP_MLP = 1, 2
+MAX_POSITIONS = 1 << 31
 
 
 def plan_refusal(spec: ModelSpec, weights: ModelWeights) -> str | None:
@@ -48,6 +50,19 @@ def plan_refusal(spec: ModelSpec, weights: ModelWeights) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Where the library finds cos and sin (positions, dims / 2) of each rope."""
+
+    array: Array[lib.Angles]
+    tables: Sequence[tuple[Tensor, Tensor]]  # kept alive
+
+    @property
+    def count(self) -> int:
+        """Positions that all of them hold."""
+        return min((len(cos) for cos, _ in self.tables), default=MAX_POSITIONS)
+
+
 class PlannedDecoder(Decoder):
     """A `Decoder` over `CpuKernels` whose step is one call, where a plan covers the model; else op by op.
 
@@ -58,6 +73,7 @@ class PlannedDecoder(Decoder):
         super().__init__(spec, weights, kernels, taps)
         self._cpu = kernels
         self._rope_specs = tuple(self._ropes)
+        self._turns: _Turns | None = None
         self._bound: tuple[weakref.ref[KVCache], Array[lib.KvView]] | None = None
         self.refusal = "hidden states are tapped" if self.taps else plan_refusal(spec, self.weights)
         if self.refusal is None:
@@ -92,10 +108,9 @@ class PlannedDecoder(Decoder):
         count = 1 if last_only else rows
         logits, hidden = torch.empty(count, self.spec.vocab), torch.empty(count, self.spec.hidden)
         ids, parents, positions = int32s(tokens), int32s(attend.parents), int32s(attend.positions)
-        turns = [self._ropes[rope].rows(attend.positions) for rope in self._rope_specs]  # alive until the call is over
         step = lib.Step(rows=rows, start=attend.start, last_only=int(last_only))
         step.tokens, step.parents, step.positions = _address(ids), _address(parents), _address(positions)
-        step.kv, step.angles = self._views(cache), _angles(turns)
+        step.kv, step.angles = self._views(cache), self._angles(max(attend.positions) + 1)
         skip = self._skip_flags()
         step.skip = _address(skip)
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
@@ -151,6 +166,14 @@ class PlannedDecoder(Decoder):
             self._bound = (weakref.ref(cache), views)
         return self._bound[1]
 
+    def _angles(self, count: int) -> Array[lib.Angles]:
+        """cos and sin of at least `count` positions of each rope, which grow rarely."""
+        if self._turns is None or self._turns.count < count:
+            tables = [self._ropes[rope].table(count) for rope in self._rope_specs]
+            angles = (lib.Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[1]) for cos, sin in tables)
+            self._turns = _Turns((lib.Angles * len(tables))(*angles), tables)
+        return self._turns.array
+
     def _skip_flags(self) -> Array[c_uint8]:
         flags = (c_uint8 * len(self.spec.layers))()
         for index in self._skipped_attention:
@@ -186,8 +209,3 @@ def _struct(weight: Prepared) -> Pointer[lib.Linear]:
 
 def _address(array: Array[Any]) -> int:
     return ctypes.addressof(array)
-
-
-def _angles(turns: Sequence[tuple[Tensor, Tensor]]) -> Array[lib.Angles]:
-    """cos and sin (R, dims / 2) of each rope."""
-    return (lib.Angles * len(turns))(*(lib.Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[1]) for cos, sin in turns))

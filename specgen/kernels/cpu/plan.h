@@ -15,7 +15,7 @@ struct PlanLayer {
     const Linear *q, *k, *v, *o, *gate, *up, *down;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp, *q_norm, *k_norm;
     int32_t window;  // 0: none
-    int32_t rope;    // which of the step's angles, -1: none
+    int32_t rope;    // which of the angles, -1: none
 };
 
 // Mirrored by library.Plan.
@@ -27,7 +27,7 @@ struct Plan {
     const float* norm;
 };
 
-// Mirrored by library.Angles: (rows, half) each.
+// Mirrored by library.Angles: (positions, half) each.
 struct Angles {
     const float *cos, *sin;
     int64_t half;
@@ -190,7 +190,8 @@ class StepRun {
             if (p_.qk_norm == PER_HEAD && norm != nullptr) rms_norm_row(at, norm, p_.eps, p_.dim, at);
             if ((query || key) && layer.rope >= 0) {
                 const Angles& angles = s_.angles[layer.rope];
-                rotate(at, angles.cos + r * angles.half, angles.sin + r * angles.half, angles.half);
+                const int64_t place = s_.positions[r] * angles.half;
+                rotate(at, angles.cos + place, angles.sin + place, angles.half);
             }
             if (!query) write_slot(kv, key, head, s_.start + r, at);
         }
