@@ -258,6 +258,23 @@ def test_survival_is_a_decreasing_product() -> None:
     assert s[2] < 0.15
 
 
+def test_one_failure_deep_down_does_not_keep_drafts_shallow_for_ever() -> None:
+    """A draft failed at its third place. Those after it are right but too short to say so: what was seen there is
+    forgotten, and what is expected of such drafts comes back."""
+    estimate = SurvivalEstimate()
+    kind = kind_of("ngram", 32)
+    before = estimate.survival(kind, 3)[2]
+    estimate.observe(kind, 16, 2)
+    after = estimate.survival(kind, 3)[2]
+    assert after < 0.8 * before
+    for _ in range(40):
+        estimate.observe(kind, 2, 2)
+    assert estimate.survival(kind, 3)[2] > 0.9
+    for _ in range(40):
+        estimate.observe(kind, 3, 2)
+    assert estimate.survival(kind, 3)[2] < 0.05, "where it is tried the prior fades"
+
+
 def test_the_prior_fades() -> None:
     """Worthless drafts are refused even where a row costs very little more."""
     gammas = run(AutoGamma(), lambda rows: 5 + 0.25 * rows, lambda _: 0.0, 400)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiny_session import tiny_cases, tiny_file, tiny_session
 
 from specgen.errors import ModelError
 from specgen.events import Finished
-from specgen.measure.draft_bench import Row, prune, verdicts
+from specgen.measure.draft_bench import Row, measure, prune, verdicts
 from specgen.options import LoadOptions, ProposerName, RunOptions, SamplingOptions
 from specgen.registry import ModelRef, load_registry, resolve_model
 from specgen.session import Session, load
+from specgen.tune.setting import PLAIN, Setting
 
 TEXT = "List three fruits, then list the same three fruits again."
 WARM = SamplingOptions(temperature=0.8, seed=2)
@@ -62,6 +64,17 @@ def test_a_draft_of_another_family_is_refused(ref: ModelRef, checkpoints_dir: Pa
     other = resolve_model(str(checkpoints_dir / "llama-base"), load_registry())
     with pytest.raises(ModelError, match=r"has another tokenizer: .* ids differ"):
         load(ref, LoadOptions(context_tokens=512), draft=other)
+
+
+def test_a_row_takes_all_prompts_of_a_kind_together(tmp_path: Path) -> None:
+    session = tiny_session(tiny_file(tmp_path))
+    cases = [case for case in tiny_cases(session, 48) if case.kind == "copy"]
+    assert len(cases) == 2
+    rows = measure(session, cases, [PLAIN, Setting("ngram", 2)], repeats=2)
+    assert [row.setting for row in rows] == ["plain", "ngram 2-4 γ 2"]
+    assert all(row.kind == "copy" and row.same_text and row.tok_s > 0.0 for row in rows)
+    assert rows[0].yield_tokens == 1.0 < rows[1].yield_tokens
+    assert 0.0 < rows[1].survival[-1] <= rows[1].survival[0] <= 1.0
 
 
 def row(kind: str, setting: str, ratio: float) -> Row:

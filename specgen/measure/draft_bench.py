@@ -10,11 +10,11 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from specgen.measure.runs import Case, SamplingChoice, first_of_each, make_cases, run_case
+from specgen.measure.runs import Case, SamplingChoice, make_cases, run_case
 from specgen.measure.workloads import load_workloads
 from specgen.model.weights import ModelWeights
 from specgen.options import LoadOptions
@@ -44,12 +44,12 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting on one prompt."""
+    """One setting on all prompts of a kind."""
 
     kind: str
     setting: str
-    tok_s: float  # median, decoding alone
-    against_plain: float  # median of the ratios to the plain run beside it
+    tok_s: float  # median over the repeats, decoding alone
+    against_plain: float  # median over the repeats of the ratio to the plain runs beside it, all prompts together
     yield_tokens: float  # E[Y]
     survival: tuple[float, ...]  # s_1 … s_8
     same_text: bool
@@ -68,39 +68,50 @@ def prune(session: Session, kept: Sequence[int]) -> LoadedDraft:
     return LoadedDraft(name, reader, share, f"{session.loaded.digest} {sorted(kept)}")
 
 
-def measure(session: Session, case: Case, settings: Sequence[Setting], repeats: int) -> list[Row]:
-    """All settings on one prompt, each beside a plain run of its own: the machine's pace changes within seconds."""
-    records: dict[Setting, RunRecord] = {}
-    speeds: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    ratios: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    same = dict.fromkeys(settings, True)
+@dataclass(slots=True)
+class _Seen:
+    """What one setting came to, repeat by repeat."""
 
-    def run(setting: Setting) -> tuple[float, tuple[int, ...]]:
-        found = run_case(session, case, setting).finished
-        records[setting] = found.record
-        return tok_s(found.record), found.token_ids
+    speeds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    same: bool = True
+    all: RunRecord = field(default_factory=RunRecord)  # the cycles of all its runs
 
+
+def measure(session: Session, cases: Sequence[Case], settings: Sequence[Setting], repeats: int) -> list[Row]:
+    """All settings on the prompts of one kind, each run beside a plain one of its own: the machine's pace changes
+    within seconds. A ratio compares the time that all prompts took together."""
+    seen = {setting: _Seen() for setting in settings}
     for number in range(repeats):
-        for setting in settings:
-            order = (PLAIN, setting) if number % 2 == 0 else (setting, PLAIN)
-            found = {one: run(one) for one in order}
-            (speed, text), (plain, plain_text) = found[setting], found[PLAIN]
-            speeds[setting].append(speed)
-            ratios[setting].append(speed / plain)
-            same[setting] &= text == plain_text
-    rows = []
-    for setting in settings:
-        record = records[setting]
-        survival = tuple(round(share, 3) for share in record.survival()[:LEVELS])
-        figures = median(speeds[setting]), median(ratios[setting]), record.yield_tokens or 0.0
-        rows.append(Row(case.kind, setting.label, *figures, survival, same[setting]))
-    return rows
+        for setting, found in seen.items():
+            own_ms, plain_ms, tokens = 0.0, 0.0, 0
+            for case in cases:
+                order = (PLAIN, setting) if number % 2 == 0 else (setting, PLAIN)
+                runs = {one: run_case(session, case, one).finished for one in order}
+                own_ms += decoding_ms(runs[setting].record)
+                plain_ms += decoding_ms(runs[PLAIN].record)
+                tokens += runs[PLAIN].record.completion_tokens
+                found.same &= runs[setting].token_ids == runs[PLAIN].token_ids
+                found.all.cycles += runs[setting].record.cycles
+            found.speeds.append(1e3 * tokens / own_ms)
+            found.ratios.append(plain_ms / own_ms)
+    return [_row(cases[0].kind, setting, found) for setting, found in seen.items()]
+
+
+def _row(kind: str, setting: Setting, found: _Seen) -> Row:
+    survival = tuple(round(share, 3) for share in found.all.survival()[:LEVELS])
+    figures = median(found.speeds), median(found.ratios), found.all.yield_tokens or 0.0
+    return Row(kind, setting.label, *figures, survival, found.same)
+
+
+def decoding_ms(record: RunRecord) -> float:
+    """By the engine's own clock: cycles alone, without text and screen."""
+    return sum(cycle.propose_ms + cycle.verify_ms + cycle.reconcile_ms for cycle in record.cycles)
 
 
 def tok_s(record: RunRecord) -> float:
-    """Committed tokens per second of the engine's own clock: decoding alone."""
-    ms = sum(cycle.propose_ms + cycle.verify_ms + cycle.reconcile_ms for cycle in record.cycles)
-    return 1e3 * record.completion_tokens / ms
+    """Committed tokens per second of decoding alone."""
+    return 1e3 * record.completion_tokens / decoding_ms(record)
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
@@ -165,6 +176,7 @@ def main() -> None:
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--proposers", nargs="*", default=[])
+    parser.add_argument("--prompts", type=int, default=4, help="of each kind, at most")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sampled", action="store_true", help="at each prompt's own temperature, not greedily")
@@ -173,8 +185,8 @@ def main() -> None:
     session = _session(options)
     began = time.perf_counter()
     rows: list[Row] = []
-    for case in _first_of_each_kind(session, options):
-        rows += measure(session, case, _settings(options.proposers), options.repeats)
+    for cases in _by_kind(session, options):
+        rows += measure(session, cases, _settings(options.proposers), options.repeats)
         print("\n".join(map(show, rows[-len(_settings(options.proposers)) :])), flush=True)
     print("\n".join(verdicts(rows)))
     print(f"{time.perf_counter() - began:.0f} s, medians of {options.repeats}, {session.kernels.name}")
@@ -182,10 +194,13 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
-def _first_of_each_kind(session: Session, options: argparse.Namespace) -> list[Case]:
+def _by_kind(session: Session, options: argparse.Namespace) -> list[list[Case]]:
     sampling: SamplingChoice = "own" if options.sampled else "greedy"
     cases, _ = make_cases(session, load_workloads(options.kinds), sampling, options.tokens)
-    return first_of_each(cases, lambda case: case.kind)
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.kind, []).append(case)
+    return [of_kind[: options.prompts] for of_kind in found.values()]
 
 
 if __name__ == "__main__":

@@ -54,9 +54,10 @@ def _priors(kind: Kind) -> tuple[float, float]:
 @dataclass(slots=True)
 class _Counts:
     drafts: int = 0
-    prior: float = PRIOR_TRIED
-    tried: list[float] = field(default_factory=list)  # by position
+    # By position:
+    tried: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    prior: list[float] = field(default_factory=list)  # imagined drafts
 
 
 class SurvivalEstimate:
@@ -71,8 +72,8 @@ class SurvivalEstimate:
         while len(counts.tried) < depth:
             counts.tried.append(0.0)
             counts.accepted.append(0.0)
+            counts.prior.append(PRIOR_TRIED)
         counts.drafts += 1
-        counts.prior = max(PRIOR_LEFT, counts.prior * DECAY)
         for position in range(len(counts.tried)):
             counts.tried[position] *= DECAY
             counts.accepted[position] *= DECAY
@@ -80,12 +81,13 @@ class SurvivalEstimate:
         for position in range(reached):
             counts.tried[position] += 1.0
             counts.accepted[position] += position < accepted
+            counts.prior[position] = max(PRIOR_LEFT, counts.prior[position] * DECAY)
 
     def expect(self, kind: Kind, share: float) -> None:
         """Before the first draft of a kind: each of its positions was found to be right with that probability."""
         assert kind not in self._counts
         reached = [EXPECTED * share**position for position in range(EXPECTED)]
-        self._counts[kind] = _Counts(0, PRIOR_LEFT, reached, [share * tried for tried in reached])
+        self._counts[kind] = _Counts(0, reached, [share * tried for tried in reached], [PRIOR_LEFT] * EXPECTED)
 
     def drafts(self, kind: Kind) -> int:
         """How many drafts of the kind were observed."""
@@ -98,13 +100,13 @@ class SurvivalEstimate:
     def levels(self, kind: Kind) -> Iterator[float]:
         """s_1, s_2, … without end."""
         counts = self._counts.get(kind, _Counts())
-        observed = chain(zip(counts.tried, counts.accepted, strict=True), repeat((0.0, 0.0)))
+        observed = chain(zip(counts.tried, counts.accepted, counts.prior, strict=True), repeat((0.0, 0.0, PRIOR_TRIED)))
         first, later = _priors(kind)
         survived = 1.0
         shown = first
-        for tried, accepted in observed:
+        for tried, accepted, prior in observed:
             # Deeper positions are seen rarely: what the one before showed is the better guess.
-            shown = (accepted + counts.prior * shown) / (tried + counts.prior)
+            shown = (accepted + prior * shown) / (tried + prior)
             survived *= shown
             yield survived
             shown = 0.5 * (later + shown)
