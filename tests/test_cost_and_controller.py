@@ -249,7 +249,7 @@ def test_measured_agreement_takes_the_place_of_the_prior() -> None:
 
 def test_survival_is_a_decreasing_product() -> None:
     estimate = SurvivalEstimate()
-    kind = kind_of("ngram", 8)
+    kind = kind_of("model", 0, 0.9)
     for _ in range(200):
         estimate.observe(kind, 4, 2)
     s = estimate.survival(kind, 6)
@@ -262,7 +262,7 @@ def test_one_failure_deep_down_does_not_keep_drafts_shallow_for_ever() -> None:
     """A draft failed at its third place. Those after it are right but too short to say so: what was seen there is
     forgotten, and what is expected of such drafts comes back."""
     estimate = SurvivalEstimate()
-    kind = kind_of("ngram", 32)
+    kind = kind_of("model", 0, 0.99)
     before = estimate.survival(kind, 3)[2]
     estimate.observe(kind, 16, 2)
     after = estimate.survival(kind, 3)[2]
@@ -273,6 +273,34 @@ def test_one_failure_deep_down_does_not_keep_drafts_shallow_for_ever() -> None:
     for _ in range(40):
         estimate.observe(kind, 3, 2)
     assert estimate.survival(kind, 3)[2] < 0.05, "where it is tried the prior fades"
+
+
+def test_places_that_rest_on_like_matches_speak_for_each_other() -> None:
+    """Behind three accepted tokens a match of 5 is one of 8."""
+    estimate = SurvivalEstimate()
+    before = [estimate.survival(kind_of("ngram", match), 1)[0] for match in (2, 4, 8, 32)]
+    assert before == sorted(set(before)), "longer matches are trusted more"
+    assert estimate.survival(kind_of("ngram", 6), 3)[2] == pytest.approx(before[1] ** 2 * before[2])
+    for _ in range(30):
+        estimate.observe(kind_of("ngram", 5), 16, 3)
+    after = [estimate.survival(kind_of("ngram", match), 1)[0] for match in (2, 4, 8, 32)]
+    assert after[0] == before[0]
+    assert after[1] > 0.95, "places on 5, 6 and 7 tokens"
+    assert after[2] < 0.2, "the place on 8"
+    assert after[3] == before[3]
+    assert estimate.survival(kind_of("other", 8), 1)[0] == before[2], "proposers are judged apart"
+
+
+def test_a_draft_of_lookups_is_one_observation() -> None:
+    """After as many good drafts as bad ones the last ones weigh more, whichever they were."""
+    kind = kind_of("ngram", 16)
+    good, bad = SurvivalEstimate(), SurvivalEstimate()
+    for _ in range(30):
+        good.observe(kind, 16, 16)
+    for _ in range(10):
+        good.observe(kind, 16, 0)
+        bad.observe(kind, 16, 16)
+    assert good.survival(kind, 1)[0] < 0.6 < bad.survival(kind, 1)[0]
 
 
 def test_the_prior_fades() -> None:

@@ -17,6 +17,7 @@ from specgen.propose.mix import LONG_MATCH, MixProposer
 from specgen.propose.model import ModelProposer
 from specgen.propose.ngram import NgramProposer
 from specgen.tune.controller import AutoGamma, DraftCost, FixedGamma
+from specgen.tune.survival import all_of
 
 
 @pytest.mark.parametrize("options", [GREEDY, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
@@ -82,7 +83,7 @@ def test_a_model_that_had_nothing_is_not_judged_by_what_the_lookup_did() -> None
     answer.policy, answer.proposer = policy, MixProposer(chain("ngram", 2), nothing("model: full"), policy)
     run(engine, answer)
     assert policy._propose["model"].is_empty
-    assert ("model", -1) not in policy.survival._counts
+    assert policy.survival.drafts(all_of("model")) == 0
 
 
 def test_both_are_told_of_every_change() -> None:

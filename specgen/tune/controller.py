@@ -285,7 +285,7 @@ class AutoGamma:
         """A parked kind is tried again soon after a success, if its drafts would pay were they always right."""
         if not accepted or not self._probes.is_parked(kind):
             return
-        source = kind[0]
+        source = kind.source
         sizes = [self.width * level for level in range(1, self.most + 1)]
         cost = (lambda levels: self._propose_ms(source, levels)) if source in self._drafting else (lambda _: 0.0)
         if self._fastest([1.0] * self.most, sizes, cost):
