@@ -35,7 +35,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) == len(self.probs) > 0
-        assert all(ROOT <= parent < node for node, parent in enumerate(self.parents))
+        assert self.is_chain or all(ROOT <= parent < node for node, parent in enumerate(self.parents))
 
     def __len__(self) -> int:
         return len(self.tokens)

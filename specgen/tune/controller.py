@@ -153,7 +153,7 @@ class AutoGamma:
 
     def best_gamma(self, kind: Kind, most: int) -> int:
         """The γ in 0 … most of a chain that costs nothing more to propose; 0 unless it beats plain by MARGIN."""
-        return self._fastest(self.survival.levels(kind), range(1, most + 1), lambda _: self._lookup_ms)
+        return self._fastest(self.survival.levels(kind), range(1, most + 1), self._lookup_ms)
 
     def best_depth(self, source: str) -> int:
         """How many levels are worth asking a model for, 0 when none."""
@@ -161,7 +161,7 @@ class AutoGamma:
         most = min(self.most, PROBE_LEVELS + self.survival.drafts(all_of(source)))
         sizes = [self.width * level for level in range(1, most + 1)]
         survival = self.survival.levels(all_of(source))
-        return self._fastest(survival, sizes, lambda levels: self._propose_ms(source, levels))
+        return self._fastest(survival, sizes, 0.0, lambda levels: self._propose_ms(source, levels))
 
     def worth(self, draft: Draft) -> bool:
         """Whether a draft that is there would be checked; asking changes nothing."""
@@ -201,22 +201,26 @@ class AutoGamma:
         sizes = draft.level_sizes
         if draft.indivisible:
             sizes = [len(draft)] * len(sizes)
-        return self._fastest(self.survival.levels(kind), sizes, lambda _: spent)
+        return self._fastest(self.survival.levels(kind), sizes, spent)
 
     def _fastest(
         self,
         survival: Iterable[float],  # s_1, s_2, … for as long as it is asked
         sizes: Sequence[int],  # nodes of a draft of 1 … L levels
-        propose_ms: Callable[[int], float],  # of that many levels, 0 included
+        spent_ms: float,  # whatever is chosen
+        propose_ms: Callable[[int], float] | None = None,  # of that many levels
     ) -> int:
         """The number of levels 0 … L with the highest expected speed, 0 unless it beats plain by MARGIN."""
-        best, best_speed = 0, MARGIN / (self.costs.step_ms(1) + propose_ms(0))
+        step_ms = self.costs.step_ms
+        best, best_speed = 0, MARGIN / (step_ms(1) + spent_ms)
         expected = 1.0
         for level, (share, size) in enumerate(zip(survival, sizes, strict=False), start=1):
             if share < NEGLIGIBLE:
                 break
             expected += share
-            ms = self.costs.step_ms(1 + size) + propose_ms(level)
+            ms = step_ms(1 + size) + spent_ms
+            if propose_ms is not None:
+                ms += propose_ms(level)
             if expected > best_speed * ms:
                 best, best_speed = level, expected / ms
             # Deeper levels take at least as long, and at most all that came so far comes through them.
@@ -287,8 +291,8 @@ class AutoGamma:
             return
         source = kind.source
         sizes = [self.width * level for level in range(1, self.most + 1)]
-        cost = (lambda levels: self._propose_ms(source, levels)) if source in self._drafting else (lambda _: 0.0)
-        if self._fastest([1.0] * self.most, sizes, cost):
+        cost = (lambda levels: self._propose_ms(source, levels)) if source in self._drafting else None
+        if self._fastest([1.0] * self.most, sizes, 0.0, cost):
             self._probes.encourage(kind)
             self._resting.pop(source, None)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count, islice
 
 ALL = -1
@@ -46,6 +47,11 @@ def kind_of(source: str, match: int, confidence: float | None = None) -> Kind:
     """Of drafts that rest on similarly long matches, or of which a model is similarly sure."""
     if confidence is not None:
         return Kind(source, 1 + sum(confidence >= bound for bound in CONFIDENCE_BOUNDS))
+    return _lookup(source, match)
+
+
+@lru_cache(maxsize=256)
+def _lookup(source: str, match: int) -> Kind:
     return Kind(source, _band(match), max(0, match))
 
 
@@ -113,13 +119,15 @@ class _ByPlace:
             if place < reached:
                 evidence.add(1.0, place < accepted, BY_PLACE)
 
-    def shares(self) -> Iterator[float]:
-        """Of each place, when the one before it was right."""
+    def levels(self) -> Iterator[float]:
+        """s_1, s_2, … without end."""
+        survived = 1.0
         unseen = _Evidence(BY_PLACE.prior)
         share = self._first
         for place in count():
             share = (self.places[place] if place < len(self.places) else unseen).share(share)
-            yield share
+            survived *= share
+            yield survived
             # Deeper places are seen rarely: what the one before showed is the better guess.
             share = 0.5 * (self._later + share)
 
@@ -143,11 +151,17 @@ class _ByMatch:
                 # one, good drafts would say more than bad ones, which end at their first place.
                 evidence.add(1.0, k / n, BY_MATCH)
 
-    def shares(self, match: int) -> Iterator[float]:
-        """Of each place, when the one before it was right."""
-        shares = [evidence.share(share) for evidence, share in zip(self.bands, LOOKUP_SHARES, strict=True)]
-        for tokens in count(match):
-            yield shares[_band(tokens)]
+    def levels(self, match: int) -> Iterator[float]:
+        """s_1, s_2, … without end."""
+        survived = 1.0
+        band, last = _band(match), len(BANDS) - 1
+        while True:
+            share = self.bands[band].share(LOOKUP_SHARES[band])
+            for _ in range(match, BANDS[band + 1]) if band < last else count():
+                survived *= share
+                yield survived
+            band += 1
+            match = BANDS[band]
 
 
 class SurvivalEstimate:
@@ -183,12 +197,6 @@ class SurvivalEstimate:
 
     def levels(self, kind: Kind) -> Iterator[float]:
         """s_1, s_2, … without end."""
-        survived = 1.0
-        for share in self._shares(kind):
-            survived *= share
-            yield survived
-
-    def _shares(self, kind: Kind) -> Iterator[float]:
         if kind.match:
-            return (self._by_match.get(kind.source) or _ByMatch()).shares(kind.match)
-        return (self._by_place.get(kind) or _ByPlace(kind)).shares()
+            return (self._by_match.get(kind.source) or _ByMatch()).levels(kind.match)
+        return (self._by_place.get(kind) or _ByPlace(kind)).levels()
