@@ -17,8 +17,9 @@ from specgen.tune.probes import FIRST
 from specgen.tune.survival import SurvivalEstimate, all_of, kind_of
 
 
-def run(policy: AutoGamma, cost, accept, cycles: int, match: int = 4) -> list[int]:
-    """γ of each cycle when a draft of 8 is always on offer; `accept(cycle)` is the chance of each position."""
+def run(policy: AutoGamma, cost, accept, cycles: int, match: int = 4, token_ms: float = 0.02) -> list[int]:
+    """γ of each cycle when a draft of 8 is always on offer; `accept(cycle)` is the chance of each position; token_ms:
+    what it takes to choose a committed token."""
     rng = random.Random(1)
     gammas = []
     for cycle in range(cycles):
@@ -36,7 +37,7 @@ def run(policy: AutoGamma, cost, accept, cycles: int, match: int = 4) -> list[in
             ending="plain" if not gamma else "bonus" if kept == gamma else "corrected",
             propose_ms=0.01,
             verify_ms=cost(1 + gamma),
-            reconcile_ms=0.02,
+            reconcile_ms=token_ms * (kept + 1),
             source="ngram" if gamma else "none",
             match=match if gamma else 0,
         )
@@ -67,6 +68,16 @@ def test_steep_cost_goes_shallow() -> None:
 def test_compute_bound_stays_plain() -> None:
     gammas = run(AutoGamma(), compute_bound, lambda _: 0.9, 400)
     assert sum(gamma > 0 for gamma in gammas[100:]) <= 8
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
+def test_what_it_takes_to_choose_a_token_changes_no_choice(share: float) -> None:
+    """It is paid for every token, drafted or not."""
+    cheap, dear = (
+        run(AutoGamma(), lambda rows: 5 + 0.4 * rows, lambda _: share, 200, token_ms=token_ms)
+        for token_ms in (0.0, 4.0)
+    )
+    assert cheap == dear
 
 
 def test_worthless_drafts_are_parked_and_probed_rarely() -> None:

@@ -240,7 +240,9 @@ class AutoGamma:
         return self._read_ms.get(source, self._drafting[source].read * self.costs.step_ms(1))
 
     def observe(self, record: CycleRecord) -> None:
-        self.costs.observe(1 + record.proposed, record.verify_ms + record.reconcile_ms)
+        # Choosing a token takes as long however it was decoded: counted in, it would make drafts look dear that are
+        # accepted often. A calibrated table has the steps alone too.
+        self.costs.observe(1 + record.proposed, record.verify_ms)
         self._observe_time(record)
         self._since_plain = self._since_plain + 1 if record.proposed else 0
         if self._drafted:
@@ -255,9 +257,9 @@ class AutoGamma:
         self._asked, self._probing, self._drafted = 0, False, False
 
     def _observe_time(self, record: CycleRecord) -> None:
-        total = record.propose_ms + record.verify_ms + record.reconcile_ms
-        lost = max(0.0, total - record.committed * self.costs.step_ms(1)) if self._probing else 0.0
-        self._probes.spent(total, lost_ms=lost)
+        spent = record.propose_ms + record.verify_ms
+        lost = max(0.0, spent - record.committed * self.costs.step_ms(1)) if self._probing else 0.0
+        self._probes.spent(spent + record.reconcile_ms, lost_ms=lost)
         if self._drafted:
             self._observe_proposing(self._asked_source, record.propose_ms)
         elif not self._asked:
