@@ -137,6 +137,9 @@ def test_min_speedup_decides_the_exit_code(specgen: Commands) -> None:
 class Careless(accept.Coupled):
     """Fault: the target's own token is lost when there is a draft."""
 
+    def drawing(self, sampler):
+        return None  # or else the step itself draws, and the rule is not asked
+
     def __call__(self, draft, logits, position, sampler):
         verdict = super().__call__(draft, logits, position, sampler)
         return accept.Verdict(verdict.path, 0) if draft is not None else verdict

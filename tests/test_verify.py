@@ -10,7 +10,7 @@ import torch
 from tiny_session import tiny_cases, tiny_file, tiny_session
 
 from specgen import accept, placement
-from specgen.accept import Coupled, Rejection, Verdict
+from specgen.accept import Coupled, Rejection, Verdict, follow_drawn
 from specgen.cache import KVCache
 from specgen.kernels.base import Truncation
 from specgen.kernels.reference import ReferenceKernels
@@ -118,6 +118,9 @@ def test_the_promise_that_holds_is_named(
 class AcceptsFirst(Coupled):
     """Fault: the first draft token is always accepted."""
 
+    def drawing(self, sampler):
+        return None  # or else the step itself draws, and the rule is not asked
+
     def __call__(self, draft, logits, position, sampler):
         verdict = super().__call__(draft, logits, position, sampler)
         if draft is not None and not verdict.path:
@@ -146,6 +149,19 @@ def test_a_broken_acceptance_rule_fails(
     monkeypatch.setitem(accept.RULES, name, rule)
     names = failed(claims(model_file))
     assert all(any(word in found for found in names) for word in broken)
+
+
+def test_a_fault_behind_tokens_that_the_step_drew_fails(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens come with the logits: the first draft token is always accepted."""
+
+    def follow(draft, drawn):
+        verdict = follow_drawn(draft, drawn)
+        return Verdict((0,), drawn[1]) if draft is not None and not verdict.path else verdict
+
+    monkeypatch.setattr("specgen.engine.follow_drawn", follow)
+    names = failed(claims(model_file))
+    assert any("greedy text" in found for found in names)
+    assert not any("sampled text" in found for found in names)
 
 
 def corrupt_commit(original: Callable[..., None]) -> Callable[..., None]:
