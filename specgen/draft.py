@@ -72,7 +72,7 @@ class Draft:
     @property
     def depth(self) -> int:
         """Levels of the tree: γ of a chain."""
-        return len(self.tokens) if self.is_chain else max(self.depths)
+        return len(self.level_sizes)
 
     @property
     def width(self) -> int:

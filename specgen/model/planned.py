@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 QK_NORMS = {None: 0, "head": 1, "projection": 2}
 
 SKIP_ATTENTION, SKIP_MLP = 1, 2
-MAX_POSITIONS = 1 << 31
 
 
 def plan_refusal(spec: ModelSpec, weights: ModelWeights) -> str | None:
@@ -56,11 +55,7 @@ class _Turns:
 
     array: Array[lib.Angles]
     tables: Sequence[tuple[Tensor, Tensor]]  # kept alive
-
-    @property
-    def count(self) -> int:
-        """Positions that all of them hold."""
-        return min((len(cos) for cos, _ in self.tables), default=MAX_POSITIONS)
+    count: int  # positions that all of them hold
 
 
 class PlannedDecoder(Decoder):
@@ -114,8 +109,9 @@ class PlannedDecoder(Decoder):
         skip = self._skip_flags()
         step.skip = _address(skip)
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
-        drawn = None if vocab is None else (c_int64 * rows)()
-        if drawn is not None and vocab is not None:
+        drawn: Array[c_int64] | None = None
+        if vocab is not None:
+            drawn = (c_int64 * rows)()
             step.drawn, step.vocab = _address(drawn), min(vocab, self.spec.vocab)
         self._cpu.library.sg_step(self._cpu.context, byref(self._plan), byref(step))
         return StepOut(self._scaled(logits), hidden, None if drawn is None else list(drawn))
@@ -171,7 +167,8 @@ class PlannedDecoder(Decoder):
         if self._turns is None or self._turns.count < count:
             tables = [self._ropes[rope].table(count) for rope in self._rope_specs]
             angles = (lib.Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[1]) for cos, sin in tables)
-            self._turns = _Turns((lib.Angles * len(tables))(*angles), tables)
+            held = min((len(cos) for cos, _ in tables), default=count)
+            self._turns = _Turns((lib.Angles * len(tables))(*angles), tables, held)
         return self._turns.array
 
     def _skip_flags(self) -> Array[c_uint8]:
@@ -186,21 +183,21 @@ class PlannedDecoder(Decoder):
 class PlannedRunner(EagerRunner):
     """Steps of a model that draws: for greedy answers each step brings the target's token of every row along."""
 
+    model: PlannedDecoder
+
     def __init__(self, model: PlannedDecoder) -> None:
         super().__init__(model)
-        self._planned = model
         self._vocab: int | None = None
 
     def draw_with(self, drawing: Drawing | None) -> None:
         # Whatever else decides needs the noise of each row, which is dearer than drawing only those that are kept.
-        greedy = drawing is not None and drawing.cut.temperature == 0.0
-        self._vocab = drawing.vocab if drawing is not None and greedy else None
+        self._vocab = drawing.vocab if drawing is not None and drawing.cut.temperature == 0.0 else None
 
     def step(self, tokens: Sequence[int], parents: Sequence[int], cache: KVCache) -> StepOut:
         if self._vocab is None:
             return super().step(tokens, parents, cache)
         attend = Attend.tree(cache.length, tuple(parents))
-        return self._planned.forward_drawn(tokens, attend, cache, self._vocab)
+        return self.model.forward_drawn(tokens, attend, cache, self._vocab)
 
 
 def _struct(weight: Prepared) -> Pointer[lib.Linear]:

@@ -229,8 +229,6 @@ class AutoGamma:
         return best
 
     def _propose_ms(self, source: str, levels: int) -> float:
-        if levels == 0:
-            return 0.0
         table = self._propose[source]
         guess = self._drafting[source].level * levels * self.costs.step_ms(1)
         return guess if table.is_empty else table.step_ms(levels)

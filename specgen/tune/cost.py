@@ -62,12 +62,11 @@ class CostTable:
             self._asked.clear()
 
     def _observe_wide(self, rows: int, ratio: float) -> None:
-        if rows not in self._seen:
-            self._seen[rows] = deque(maxlen=RECENT)
-            self._ratio = {known: self._ratio.get(known, ratio) for known in sorted(self._seen)}
-        self._seen[rows].append(ratio)
-        before, self._ratio[rows] = self._ratio[rows], median(self._seen[rows])
-        if self._ratio[rows] != before or len(self._seen[rows]) == 1:
+        seen = self._seen.setdefault(rows, deque(maxlen=RECENT))
+        seen.append(ratio)
+        found = median(seen)
+        if self._ratio.get(rows) != found:
+            self._ratio = dict(sorted((self._ratio | {rows: found}).items()))
             self._asked.clear()
 
     @property

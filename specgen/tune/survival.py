@@ -94,8 +94,8 @@ class _Evidence:
         self.tried *= fading.decay
         self.right *= fading.decay
 
-    def add(self, tried: float, right: float, fading: _Fading) -> None:
-        self.tried += tried
+    def add(self, right: float, fading: _Fading) -> None:
+        self.tried += 1.0
         self.right += right
         self.prior = max(fading.left, self.prior * fading.decay)
 
@@ -117,7 +117,7 @@ class _ByPlace:
             # What is no longer tried is forgotten too, but its prior does not fade.
             evidence.age(BY_PLACE)
             if place < reached:
-                evidence.add(1.0, place < accepted, BY_PLACE)
+                evidence.add(place < accepted, BY_PLACE)
 
     def levels(self) -> Iterator[float]:
         """s_1, s_2, … without end."""
@@ -149,7 +149,7 @@ class _ByMatch:
                 evidence.age(BY_MATCH)
                 # The places of one draft succeed or fail together: they are one observation. Were they counted one by
                 # one, good drafts would say more than bad ones, which end at their first place.
-                evidence.add(1.0, k / n, BY_MATCH)
+                evidence.add(k / n, BY_MATCH)
 
     def levels(self, match: int) -> Iterator[float]:
         """s_1, s_2, … without end."""
